@@ -1,0 +1,43 @@
+"""`python launch.py`: starts the ranks of one machine with torch's elastic agent, and ends as they end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import uuid
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from offload.config import Settings
+from offload.errors import USER_ERROR_EXIT_CODE
+from offload.pipelines import check_request, pipeline_class, requests_of, sketch_pipeline
+from offload.plan.resolve import resolve_offload_plan
+from offload.runtime.worker import spawned_rank
+
+
+def launch(settings: Settings) -> None:
+    """Checks all that can be checked without weights, runs the ranks, and exits with a code of their making."""
+    check(settings)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank that failed has spoken already
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=settings.nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="spawn", logs_specs=DefaultLogsSpecs())
+    try:
+        elastic_launch(config, spawned_rank)(settings)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        sys.exit(USER_ERROR_EXIT_CODE if failure.exitcode == USER_ERROR_EXIT_CODE else 1)
+
+
+def check(settings: Settings) -> None:
+    """What a rank would refuse, found before there are any.
+
+    Raises:
+        SettingsError, PlanError: as the ranks would.
+    """
+    config = settings.offload_config(settings.nproc)
+    for request in requests_of(settings):
+        check_request(pipeline_class(settings.model), request)
+    resolve_offload_plan(sketch_pipeline(settings.model), config)

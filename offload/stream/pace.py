@@ -1,0 +1,120 @@
+"""Who decides which block comes next.
+
+A rank that streams from its own host memory goes where its model goes: `FreePace` jumps to whatever block is entered. Ranks that
+rebuild blocks together must issue the same all-gathers in the same order, whatever each of them computes: `LockstepPace` lets
+them agree on every *pass*, and each rank then walks the whole ring. Blocks that its own model skips, or passes that only others
+need, go by unused. So a rank cannot fall out of step by skipping, repeating or reordering blocks, or by having nothing to do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from offload.errors import PeerFailedError
+from offload.mesh import RankGroup
+from offload.stream.ring import Ring, StreamBlock
+from offload.stream.streamer import Streamer
+
+
+class Pace(ABC):
+    """Opens and closes the visits of blocks."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+
+    def enter(self, block: StreamBlock) -> None:
+        """Called before the block's forward: afterwards its weights are bound."""
+        self._reach(block)
+        self._streamer.take(block)
+
+    def leave(self, block: StreamBlock) -> None:
+        """Called after the block's forward, also when it raised or when `enter` did."""
+        if self._streamer.is_using(block):
+            self._streamer.release(block)
+
+    @abstractmethod
+    def _reach(self, block: StreamBlock) -> None:
+        """Makes `block` the next one."""
+
+    def join_others(self) -> None:  # noqa: B027 - alone there is nobody to join
+        """Takes part in the passes of other ranks until no rank wants another one."""
+
+    def report_failure(self) -> None:  # noqa: B027
+        """Tells the other ranks that this one stops, at the next point where they listen."""
+
+
+class FreePace(Pace):
+    """The pace of one rank that streams for itself."""
+
+    def _reach(self, block: StreamBlock) -> None:
+        if not self._streamer.holds(block):
+            self._streamer.start_at(block)
+        while not self._streamer.is_next(block):
+            self._streamer.skip()
+
+
+class LockstepPace(Pace):
+    """The pace of ranks that stream together.
+
+    Before each pass every rank says which ring it wants, or none; the lowest-numbered wanted ring is walked by all. Ranks that
+    wanted another one ask again afterwards.
+    """
+
+    _NO_RING = -1
+
+    def __init__(self, streamer: Streamer, rings: Sequence[Ring], control: RankGroup) -> None:
+        super().__init__(streamer)
+        self._rings = tuple(rings)
+        self._control = control
+        self._ring: Ring | None = None  # whose pass is under way
+        self._position = 0  # of the next block in that pass
+
+    def leave(self, block: StreamBlock) -> None:
+        if self._streamer.is_using(block):
+            self._streamer.release(block)
+            self._position += 1
+
+    def _reach(self, block: StreamBlock) -> None:
+        if self._ring is not block.ring or self._position > block.index:
+            self._finish_pass()
+            while self._agree_on_pass(block.ring.number) is not block.ring:
+                self._finish_pass()
+        self._skip_to(block.index)
+
+    def join_others(self) -> None:
+        self._finish_pass()
+        while self._agree_on_pass(self._NO_RING) is not None:
+            self._finish_pass()
+
+    def report_failure(self) -> None:
+        self._finish_pass()
+        self._control.exchange([self._NO_RING, 1])
+
+    def _agree_on_pass(self, wanted: int) -> Ring | None:
+        """One small exchange on the host.
+
+        Raises:
+            PeerFailedError: a rank reported a failure instead.
+        """
+        votes = self._control.exchange([wanted, 0])
+        failed = [rank for rank, (_, failure) in enumerate(votes) if failure]
+        if failed:
+            raise PeerFailedError(f"rank {', '.join(map(str, failed))} of the shard group failed; no rank continues this work")
+        rings = [ring for ring, _ in votes if ring != self._NO_RING]
+        if not rings:
+            return None
+        ring = self._rings[min(rings)]
+        if ring is not self._ring:
+            self._streamer.start_at(ring.blocks[0])
+        self._ring, self._position = ring, 0
+        return ring
+
+    def _finish_pass(self) -> None:
+        if self._ring is not None:
+            self._skip_to(len(self._ring.blocks))
+
+    def _skip_to(self, index: int) -> None:
+        while self._position < index:
+            self._streamer.skip()
+            self._position += 1

@@ -1,0 +1,76 @@
+"""What streams: blocks, in the cyclic order in which a pass visits them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from offload.errors import WeightAwayError
+from offload.plan.layout import Layout
+from offload.plan.topology import HeldTensor
+from offload.stream.binding import Binding
+
+
+class Visitor(Protocol):
+    """Opens and closes visits of blocks."""
+
+    def enter(self, block: StreamBlock) -> None: ...
+    def leave(self, block: StreamBlock) -> None: ...
+
+
+class StreamBlock:
+    """One block: where its bytes rest, how they lie in a slot, and which tensors look at them there.
+
+    Attributes:
+        shard: this rank's part of the block on the host, uint8.
+    """
+
+    ring: Ring
+    index: int
+
+    def __init__(self, name: str, layout: Layout, held: Sequence[HeldTensor], shard: torch.Tensor, device: torch.device) -> None:
+        self.name = name
+        self.layout = layout
+        self.shard = shard
+        self.binding = Binding(held, layout, device, self._lend)
+
+    @property
+    def successor(self) -> StreamBlock:
+        """The block after this one; after the last comes the first again."""
+        return self.ring.blocks[(self.index + 1) % len(self.ring.blocks)]
+
+    def _lend(self, number: int) -> torch.Tensor:
+        """A weight for a component that uses it outside its block's forward (some read their first block's embedder again at
+        the end). The block is visited once for it, and the weight stays on the device from then on.
+
+        Raises:
+            WeightAwayError: the component is not running, so the other ranks would not take part in the visit.
+        """
+        visitor = self.ring.visitor
+        if visitor is None:
+            raise WeightAwayError(f"{self.binding.name(number)} is on the device only while {self.ring.name} runs; "
+                                  f"disable the offload to use it outside")
+        visitor.enter(self)
+        try:
+            return self.binding.keep(number)
+        finally:
+            visitor.leave(self)
+
+
+class Ring:
+    """The streaming blocks of one component, in visiting order.
+
+    Attributes:
+        number: the ring's place among all rings, the same on every rank.
+        visitor: who opens visits while the component's forward runs; None outside.
+    """
+
+    def __init__(self, number: int, name: str, blocks: Sequence[StreamBlock]) -> None:
+        self.number = number
+        self.name = name
+        self.blocks = tuple(blocks)
+        self.visitor: Visitor | None = None
+        for index, block in enumerate(self.blocks):
+            block.ring, block.index = self, index

@@ -1,0 +1,121 @@
+"""What fills a slot."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.device import Device
+from offload.mesh import RankGroup
+from offload.stream.ring import StreamBlock
+from offload.stream.slots import Slot
+from offload.stream.staging import Span, SpanPhase, StagingRing
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank moved."""
+
+    h2d_bytes: int = 0
+    allgather_bytes: int = 0
+
+
+class Transport(ABC):
+    """Moves blocks into slots, on streams of its own. Nothing here waits on the host."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    @abstractmethod
+    def fill(self, block: StreamBlock, slot: Slot) -> None:
+        """Issues everything that brings `block` into `slot`, and records the slot's ready event behind it."""
+
+    @abstractmethod
+    def collect(self, block: StreamBlock) -> torch.Tensor:
+        """The whole block on the host, uint8. With several ranks all of them collect the same blocks in the same order."""
+
+    def stage_ahead(self, block: StreamBlock) -> None:  # noqa: B027 - a transport without staging has nothing to do
+        """Starts the journey of `block` and its successors as far as there is room. `block` is the next to be filled."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Drops what was staged; the next fill may be of any block."""
+
+
+class LocalTransport(Transport):
+    """One H2D copy straight into the slot, of a block that this rank holds whole."""
+
+    def __init__(self, device: Device, copy_stream: Any) -> None:
+        super().__init__()
+        self._device = device
+        self._copy = copy_stream
+
+    def fill(self, block: StreamBlock, slot: Slot) -> None:
+        with self._device.on(self._copy):
+            slot.last_use.wait(self._copy)
+            slot.buffer[:block.shard.numel()].copy_(block.shard, non_blocking=True)
+            slot.ready.record(self._copy)
+        self.traffic.h2d_bytes += block.shard.numel()
+
+    def collect(self, block: StreamBlock) -> torch.Tensor:
+        return block.shard
+
+
+class AllGatherTransport(Transport):
+    """H2D of this rank's shard into staging, then an all-gather of all shards into the slot.
+
+    The H2D waits only for its staging bytes and the all-gather only for its shard and its slot, so copies run ahead of gathers.
+    """
+
+    def __init__(self, device: Device, copy_stream: Any, comm_stream: Any, shard_group: RankGroup, staging: StagingRing) -> None:
+        super().__init__()
+        self._device = device
+        self._copy, self._comm = copy_stream, comm_stream
+        self._group = shard_group
+        self._staging = staging
+        self._staged: deque[tuple[StreamBlock, Span]] = deque()
+
+    def stage_ahead(self, block: StreamBlock) -> None:
+        upcoming = self._staged[-1][0].successor if self._staged else block
+        while self._stage(upcoming):
+            upcoming = upcoming.successor
+
+    def fill(self, block: StreamBlock, slot: Slot) -> None:
+        if not self._staged:
+            self._stage(block)
+        staged, span = self._staged.popleft()
+        if staged is not block:
+            raise RuntimeError(f"{staged.name} is staged where {block.name} should be")
+        out = slot.buffer[:span.tensor.numel() * self._group.size]
+        with self._device.on(self._comm):
+            span.arrived.wait(self._comm)
+            slot.last_use.wait(self._comm)
+            self._group.all_gather(out, span.tensor)
+            span.gathered.record(self._comm)
+            slot.ready.record(self._comm)
+        span.phase = SpanPhase.GATHERED
+        self.traffic.allgather_bytes += out.numel()
+
+    def collect(self, block: StreamBlock) -> torch.Tensor:
+        shard = block.shard.to(self._device.torch)
+        whole = self._device.empty(shard.numel() * self._group.size)
+        self._group.all_gather(whole, shard)
+        return whole.cpu()
+
+    def forget(self) -> None:
+        self._staged.clear()
+        self._staging.forget_waiting()
+
+    def _stage(self, block: StreamBlock) -> bool:
+        span = self._staging.reserve(block.shard.numel(), self._copy)
+        if span is None:
+            return False
+        with self._device.on(self._copy):
+            span.tensor.copy_(block.shard, non_blocking=True)
+            span.arrived.record(self._copy)
+        self._staged.append((block, span))
+        self.traffic.h2d_bytes += block.shard.numel()
+        return True

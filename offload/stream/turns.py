@@ -1,0 +1,44 @@
+"""Components that take turns on the device: whoever is used loads, everyone else leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from torch import nn
+
+from offload.device import Device
+from offload.host.pages import HostMemory
+from offload.stream.stager import BoundedAllocatorCache, VisitingStager
+
+
+class Turns:
+    """The staged components of a pipeline, by path. A component without a stager can take a turn too: the others leave."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], device: Device, memory: HostMemory) -> None:
+        copy_stream, cache = device.stream(), BoundedAllocatorCache(device)
+        self._stagers: dict[str, VisitingStager] = {}
+        for path, module in modules:
+            self._stagers[path] = VisitingStager(module, device, memory, partial(self.take, path),
+                                                 copy_stream=copy_stream, cache_retention=cache)
+
+    def take(self, path: str) -> None:
+        """Makes `path` the component on the device."""
+        for other, stager in self._stagers.items():
+            if other != path:
+                stager.offload()
+        if path in self._stagers:
+            self._stagers[path].load()
+
+    def restore(self) -> None:
+        """Ends the turns: every component gets plain host tensors."""
+        for stager in self._stagers.values():
+            stager.restore()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stager.num_bytes for stager in self._stagers.values())
+
+    @property
+    def h2d_bytes(self) -> int:
+        return sum(stager.h2d_bytes for stager in self._stagers.values())
