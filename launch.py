@@ -1,5 +1,6 @@
-"""The way in: `torchrun --nproc-per-node 4 launch.py …` where a process is a rank, or `python launch.py nproc=4 …`, which
-starts the ranks itself. Every setting is a Hydra override; `--help` lists them."""
+"""The way in: `torchrun --nproc-per-node 4 launch.py …` where a process is a rank, or `python launch.py nproc=4 …`,
+which starts the ranks itself. Every setting is a Hydra override; `--help` lists them.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ def run(config: DictConfig) -> None:
         settings = schema.to_settings(config)
         if "RANK" in os.environ:
             from offload.runtime.worker import run_rank
+
             run_rank(settings)
         else:
             from offload.runtime.launcher import launch
+
             launch(settings)
     except (SettingsError, PlanError) as error:
         refuse(schema.sentence_of(error))

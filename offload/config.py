@@ -1,21 +1,21 @@
 """The settings of a run: frozen, validated, and with one line of help for each field.
 
-The shape of `Settings` is the shape of `conf/config.yaml`. `offload.schema` derives Hydra's schema from these classes, so a
-field is declared once, here. Everything that can be refused without opening the model is refused here.
+The shape of `Settings` is the shape of `conf/config.yaml`. `offload.schema` derives Hydra's schema from these classes,
+so a field is declared once, here. Everything that can be refused without opening the model is refused here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from offload.errors import SettingsError
 
 
-class OffloadStrategy(str, Enum):
+class OffloadStrategy(StrEnum):
     """How weights are kept off the device."""
 
     NONE = "none"
@@ -135,8 +135,17 @@ class Settings:
     pipeline_kwargs: Mapping[str, Any] = setting("more arguments for the pipeline's call, by name", factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in (("dp_size", 1), ("nproc", 1), ("cpu_threads", 1), ("timeout_seconds", 1), ("seed", 0),
-                            ("num_inference_steps", 1), ("height", 1), ("width", 1), ("guidance_scale", 0)):
+        for name, least in (
+            ("dp_size", 1),
+            ("nproc", 1),
+            ("cpu_threads", 1),
+            ("timeout_seconds", 1),
+            ("seed", 0),
+            ("num_inference_steps", 1),
+            ("height", 1),
+            ("width", 1),
+            ("guidance_scale", 0),
+        ):
             check_at_least(name, getattr(self, name), least)
         if not self.prompts:
             raise SettingsError("prompts", "null" if self.prompts is None else "[]", "give at least one prompt")
@@ -144,8 +153,13 @@ class Settings:
     def offload_config(self, world_size: int) -> OffloadConfig:
         """What the backends need to know, checked against the number of ranks."""
         return OffloadConfig.for_world(
-            STRATEGIES[self.strategy.name], self.dp_size, self.transport.name, world_size,
-            pin_cpu_memory=self.strategy.pin_memory, staging_shards=self.transport.staging_shards)
+            STRATEGIES[self.strategy.name],
+            self.dp_size,
+            self.transport.name,
+            world_size,
+            pin_cpu_memory=self.strategy.pin_memory,
+            staging_shards=self.transport.staging_shards,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +173,9 @@ class OffloadConfig:
     staging_shards: int = 4
 
     @classmethod
-    def for_world(cls, strategy: OffloadStrategy, dp_size: int | None, transport: str, world_size: int,
-                  **rest: Any) -> OffloadConfig:
+    def for_world(
+        cls, strategy: OffloadStrategy, dp_size: int | None, transport: str, world_size: int, **rest: Any
+    ) -> OffloadConfig:
         """Resolve what was left open for `world_size` ranks.
 
         Raises:
@@ -170,12 +185,20 @@ class OffloadConfig:
         if dp_size is None:
             dp_size = world_size if shared else 1
         if not shared and dp_size > 1:
-            how = "transport=local" if strategy is OffloadStrategy.DISTRIBUTED_LAYER_WISE else f"strategy={strategy.value}"
-            raise SettingsError("dp_size", dp_size, f"{how} keeps whole weights on every rank, so only 1 or null is allowed")
+            how = (
+                "transport=local"
+                if strategy is OffloadStrategy.DISTRIBUTED_LAYER_WISE
+                else f"strategy={strategy.value}"
+            )
+            raise SettingsError(
+                "dp_size", dp_size, f"{how} keeps whole weights on every rank, so only 1 or null is allowed"
+            )
         if world_size % dp_size:
             raise SettingsError("dp_size", dp_size, f"it must divide the number of ranks, {world_size}")
         if transport == "auto":
             transport = "allgather" if dp_size > 1 else "local"
         elif transport == "allgather" and dp_size == 1:
-            raise SettingsError("transport", transport, "it needs strategy=dlo and dp_size of at least 2; use local or auto")
+            raise SettingsError(
+                "transport", transport, "it needs strategy=dlo and dp_size of at least 2; use local or auto"
+            )
         return cls(strategy=strategy, dp_size=dp_size, transport=transport, **rest)

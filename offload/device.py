@@ -27,7 +27,7 @@ class Event(Protocol):
 
     def record(self, stream: Any = None) -> None: ...
     def wait(self, stream: Any = None) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float: ...
+    def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
 class PinningUnavailable(RuntimeError):
@@ -80,7 +80,7 @@ class Device(ABC):
     @abstractmethod
     def reset_peak(self) -> None: ...
 
-    def empty_cache(self) -> None:  # noqa: B027 - a CPU keeps no cache
+    def empty_cache(self) -> None:
         """Gives the allocator's unused memory back to the device."""
 
     def memory(self) -> tuple[int, int] | None:
@@ -152,7 +152,7 @@ class CudaDevice(AcceleratorDevice):
         return torch.cuda.mem_get_info(self.torch)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+        error = _cudart().cudaHostRegister(address, num_bytes, 0)
         if int(error):
             self._read_pending_error()
             raise PinningUnavailable(f"cudaHostRegister of {num_bytes} bytes failed: {error}")
@@ -163,7 +163,11 @@ class CudaDevice(AcceleratorDevice):
             torch.zeros(1, device=self.torch)
 
     def unregister_host(self, address: int) -> None:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+        torch.cuda.check_error(int(_cudart().cudaHostUnregister(address)))
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 class HostStream:

@@ -6,9 +6,11 @@
     ├── WeightAwayError    a streamed weight was used while it was not on the device
     ├── SlotError          a device slot was read or written in the wrong phase
     ├── RankMismatchError  the ranks do not agree on the plan
+    ├── PictureError       one of the pictures could not be made; names it
     └── PeerFailedError    another rank failed, so this one stops at the same pass
 
-The first two are the user's to mend: a command that meets one prints its sentence and exits with `USER_ERROR_EXIT_CODE`.
+The first two are the user's to mend: a command that meets one prints its sentence and exits with
+`USER_ERROR_EXIT_CODE`.
 """
 
 from __future__ import annotations
@@ -45,6 +47,10 @@ class SlotError(OffloadError, RuntimeError):
 
 class RankMismatchError(OffloadError, RuntimeError):
     """The ranks do not agree on the plan."""
+
+
+class PictureError(OffloadError, RuntimeError):
+    """One of the pictures could not be made."""
 
 
 class PeerFailedError(OffloadError, RuntimeError):

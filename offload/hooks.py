@@ -1,6 +1,7 @@
 """What sits on modules: a few lines that call the pace or the turns.
 
-They are plain `torch.nn` hooks with `always_call`, so a visit that was opened is closed whatever happens inside the forward.
+They are plain `torch.nn` hooks with `always_call`, so a visit that was opened is closed whatever happens inside the
+forward.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class DistributedLayerwiseOffloadHook:
 
 
 class ComponentHook:
-    """On a component: its turn on the device begins with its forward, and its blocks may be visited until the forward ends."""
+    """On a component: its turn on the device begins with its forward, and its blocks may be visited until the forward
+    ends.
+    """
 
     def __init__(self, path: str, turns: Turns, ring: Ring | None = None, pace: Pace | None = None) -> None:
         self._path = path

@@ -1,8 +1,8 @@
 """The ranks: who they are, who shares weights with whom, and how they agree on the host.
 
-Ranks that share host weights are neighbours: with 4 ranks and `dp_size` 2 the shard groups are (0, 1) and (2, 3). Weights
-travel over a shard group's device backend; everything that is decided travels over gloo, so that waiting for another rank
-never sits inside a device collective.
+Ranks that share host weights are neighbours: with 4 ranks and `dp_size` 2 the shard groups are (0, 1) and (2, 3).
+Weights travel over a shard group's device backend; everything that is decided travels over gloo, so that waiting for
+another rank never sits inside a device collective.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,10 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls) -> RankInfo:
-        read = {name: int(os.environ.get(name.upper(), default)) for name, default in
-                (("rank", 0), ("world_size", 1), ("local_rank", 0), ("local_world_size", 1))}
+        read = {
+            name: int(os.environ.get(name.upper(), default))
+            for name, default in (("rank", 0), ("world_size", 1), ("local_rank", 0), ("local_world_size", 1))
+        }
         return cls(**read)
 
 
@@ -59,7 +61,7 @@ class RankGroup:
         return theirs.view(self.size, -1).tolist()
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Fills `whole` with every rank's `part`, in rank order, on the current stream. Both are contiguous, of one dtype."""
+        """Fills `whole` with every rank's `part`, in rank order, on the current stream; both are contiguous."""
         assert self.group is not None, "one rank has nobody to gather from"
         _all_gather(whole, part, group=self.group)
 
@@ -73,10 +75,10 @@ class RankGroup:
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Does the thing on every rank or raises on every rank: the error itself where it happened, elsewhere whose it was.
+        """Succeeds on every rank or raises on every rank: the error itself where it happened.
 
         Raises:
-            PeerFailedError: another rank failed while `doing` it.
+            PeerFailedError: another rank failed while `doing` its part.
         """
         error: Exception | None = None
         try:
@@ -96,7 +98,7 @@ class RankGroup:
             RankMismatchError: on every rank alike, naming the ranks that differ from rank 0.
         """
         digest = hashlib.sha256(text.encode()).digest()
-        numbers = [int.from_bytes(digest[i:i + 8], "big", signed=True) for i in range(0, 32, 8)]
+        numbers = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
         rows = self.exchange(numbers)
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if others:
@@ -148,8 +150,8 @@ class Mesh:
 def _subgroup(info: RankInfo, size: int, backend: str, timeout: timedelta) -> RankGroup:
     """This rank's group among consecutive groups of `size` ranks; every rank takes part in making each of them."""
     ranks = [list(range(first, first + size)) for first in range(0, info.world_size, size)]
-    group, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend, timeout=timeout)
-    return RankGroup(info.rank % size, size, group)
+    group, _groups = dist.new_subgroups_by_enumeration(ranks, backend=backend, timeout=timeout)
+    return RankGroup(info.rank % size, size, cast(dist.ProcessGroup, group))
 
 
 def _let_ranks_share_devices(device: Device, info: RankInfo) -> None:

@@ -1,7 +1,7 @@
 """Hydra's side of the settings: the schema it composes against, the help it prints, and the way back to `Settings`.
 
-The schema is derived from the classes in `offload.config`, so that a field, its default and its line of help stand once. It is
-a set of mutable twins, because OmegaConf refuses overrides of frozen classes.
+The schema is derived from the classes in `offload.config`, so that a field, its default and its line of help stand
+once. It is a set of mutable twins, because OmegaConf refuses overrides of frozen classes.
 """
 
 from __future__ import annotations
@@ -47,11 +47,15 @@ def setting_names() -> list[str]:
     return [name for name, _, _ in _describe(Settings)]
 
 
+def _groups() -> list[str]:
+    return [f.name for f in fields(Settings) if callable(f.default_factory) and is_dataclass(f.default_factory())]
+
+
 def suggest(name: str) -> str:
     """What to say about an unknown key."""
-    close = get_close_matches(name, setting_names(), n=1, cutoff=0.5)
-    return f"there is no such setting; did you mean {close[0]}?" if close else \
-        "there is no such setting; launch.py --help lists them"
+    close = get_close_matches(name, [*_groups(), *setting_names()], n=1, cutoff=0.5)
+    hint = f"the nearest is {close[0]}" if close else "launch.py --help lists them"
+    return f"there is no such setting; {hint}"
 
 
 def sentence_of(error: Exception) -> str:
@@ -71,15 +75,27 @@ def sentence_of(error: Exception) -> str:
 
 def help_text() -> str:
     """One line for each key: its name, default and meaning."""
-    rows = [(name, "" if is_dataclass(default) else _yaml(default), text) for name, default, text in _describe(Settings)]
+    rows = [
+        (name, "" if is_dataclass(default) else _yaml(default), text) for name, default, text in _describe(Settings)
+    ]
     left, middle = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"  {name:<{left}}  {default:<{middle}}  {text}" for name, default, text in rows]
-    return "\n".join([
-        "Runs a diffusion pipeline whose weights stream from host memory.", "",
-        "  torchrun --nproc-per-node 4 launch.py strategy=dlo",
-        "  python launch.py nproc=4 strategy=dlo", "",
-        "Groups, each a choice of files in conf/:", "", "$APP_CONFIG_GROUPS",
-        "Settings, each as key=value, with their defaults:", "", *lines, ""])
+    return "\n".join(
+        [
+            "Runs a diffusion pipeline whose weights stream from host memory.",
+            "",
+            "  torchrun --nproc-per-node 4 launch.py strategy=dlo",
+            "  python launch.py nproc=4 strategy=dlo",
+            "",
+            "Groups, each a choice of files in conf/:",
+            "",
+            "$APP_CONFIG_GROUPS",
+            "Settings, each as key=value, with their defaults:",
+            "",
+            *lines,
+            "",
+        ]
+    )
 
 
 def _describe(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
@@ -104,7 +120,7 @@ def _twin(cls: type) -> type:
             twin = _twin(hints[f.name])
             specs.append((f.name, twin, field(default_factory=twin)))
         elif callable(f.default_factory):
-            specs.append((f.name, dict[str, Any], field(default_factory=dict)))
+            specs.append((f.name, Any, field(default=None)))  # Hydra closes mappings to keys they do not have yet
         else:
             specs.append((f.name, _omegaconf_type(hints[f.name]), field(default=f.default)))
     return make_dataclass(cls.__name__, specs)
@@ -118,6 +134,12 @@ def _omegaconf_type(hint: Any) -> Any:
     return list[Any] if typing.get_origin(hint) is tuple else hint
 
 
+def _free_form(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict | None):
+        raise SettingsError(_FREE_FORM, value, "it is a mapping, such as {num_frames: 33}")
+    return value or {}
+
+
 def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     hints = typing.get_type_hints(cls)
     known = {f.name for f in fields(cls)}
@@ -125,7 +147,9 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     for key, value in values.items():
         if key not in known:
             raise SettingsError(f"{prefix}{key}", value, suggest(f"{prefix}{key}"))
+        if key == _FREE_FORM:
+            value = _free_form(value)
         if is_dataclass(hints[key]):
             value = _build(hints[key], value, f"{prefix}{key}.")
-        arguments[key] = tuple(str(item) for item in value) if isinstance(value, list) and key != _FREE_FORM else value
+        arguments[key] = tuple(str(item) for item in value) if isinstance(value, list) else value
     return cls(**arguments)

@@ -269,7 +269,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The elements' bytes in logical order, whatever the dtype: NaN equals NaN and -0.0 differs from 0.0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

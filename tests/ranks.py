@@ -15,6 +15,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -24,8 +25,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from offload.backends import OffloadBackend, enable_offload
+from offload.config import STRATEGIES, OffloadConfig
+from offload.device import CpuDevice
+from offload.mesh import Mesh, RankGroup
+from offload.stream.slots import Slot
+
 HOST = "127.0.0.1"
 LIMIT_SECONDS = 60.0
+PEER_LIMIT_SECONDS = 20.0
+"""How long a rank waits for another in a collective; below the limit of a run, so that a hang shows where it was."""
 
 
 class RanksError(AssertionError):
@@ -136,6 +145,73 @@ class World:
         except EOFError:
             self.ranks[number].process.join()
             return Answer(raised=f"it died with exit code {self.ranks[number].process.exitcode}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank has to offload with."""
+
+    config: OffloadConfig
+    device: CpuDevice
+    mesh: Mesh
+
+    def enable(self, pipeline: Any) -> OffloadBackend:
+        return enable_offload(pipeline, self.config, self.device, self.mesh)
+
+
+@contextmanager
+def joined(strategy: str, dp_size: int | None = None, transport: str = "auto", **rest: Any) -> Iterator[Place]:
+    """Joins the other ranks of a run, once in each run."""
+    device = CpuDevice()
+    config = OffloadConfig.for_world(STRATEGIES[strategy], dp_size, transport, int(os.environ["WORLD_SIZE"]), **rest)
+    mesh = Mesh.join(device, config.dp_size, PEER_LIMIT_SECONDS)
+    try:
+        yield Place(config, device, mesh)
+    finally:
+        mesh.close()
+
+
+@contextmanager
+def poisoned_slots() -> Iterator[None]:
+    """Free slots hold 0xFF bytes, NaN in every float format, so a read at the wrong time cannot look right."""
+    make, free = Slot.__init__, Slot.free
+
+    def poisoned_make(self: Slot, *arguments: Any) -> None:
+        make(self, *arguments)
+        self.buffer.fill_(0xFF)
+
+    def poisoned_free(self: Slot) -> None:
+        free(self)
+        self.buffer.fill_(0xFF)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slot, "__init__", poisoned_make)
+        patch.setattr(Slot, "free", poisoned_free)
+        yield
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One all-gather of weights that was issued, by what it fills."""
+
+    dtype: torch.dtype
+    address: int
+    num_bytes: int
+
+
+@contextmanager
+def recorded_gathers() -> Iterator[list[Gather]]:
+    """Every all-gather of weights, while it works as ever."""
+    gathers: list[Gather] = []
+    gather = RankGroup.all_gather
+
+    def recorded(self: RankGroup, whole: torch.Tensor, part: torch.Tensor) -> None:
+        gathers.append(Gather(whole.dtype, whole.data_ptr(), whole.nbytes))
+        gather(self, whole, part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankGroup, "all_gather", recorded)
+        yield gathers
 
 
 @pytest.fixture(scope="module")

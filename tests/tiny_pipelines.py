@@ -33,12 +33,17 @@ TEXT_WIDTH = 16
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
-def save_tiny_flux(path: Path) -> Path:
-    """A FLUX with 2 double and 3 single blocks; it draws from 16x16 pixels on."""
+def save_blockless(path: Path) -> Path:
+    """A FLUX whose denoiser has no blocks."""
+    return save_tiny_flux(path, num_double=0, num_single=0)
+
+
+def save_tiny_flux(path: Path, *, num_double: int = 2, num_single: int = 3) -> Path:
+    """A FLUX with a few double and single blocks; it draws from 16x16 pixels on."""
     torch.manual_seed(0)
     transformer = FluxTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=TEXT_WIDTH, axes_dims_rope=(4, 4, 8),
+        patch_size=1, in_channels=16, num_layers=num_double, num_single_layers=num_single, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=TEXT_WIDTH, axes_dims_rope=(4, 4, 8),
         guidance_embeds=True)
     vae = AutoencoderKL(
         block_out_channels=(8, 16), layers_per_block=1,

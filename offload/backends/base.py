@@ -25,8 +25,8 @@ class OffloadFigures:
     """What a backend holds and has moved on this rank, in bytes.
 
     Attributes:
-        host_weight_bytes: weights in host memory that the strategy keeps: shards of blocks, or masters of whole components.
-        staged_bytes: masters of components that a streaming strategy stages whole beside its blocks.
+        host_weight_bytes: weights in host memory that the strategy keeps: shards of blocks, or masters of whole
+        components. staged_bytes: masters of components that a streaming strategy stages whole beside its blocks.
         streamed_block_bytes: the bytes of all streaming blocks, before sharding.
     """
 
@@ -39,7 +39,7 @@ class OffloadFigures:
 
 
 class Cleanup:
-    """Undo steps in reverse order. Each runs whatever the others do; each failure is logged and the first one raised."""
+    """Undo steps, last first. Each runs whatever the others do; failures are logged and the first one is raised."""
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], None]] = []
@@ -114,13 +114,15 @@ class OffloadBackend(ABC):
     @abstractmethod
     def figures(self) -> OffloadFigures: ...
 
-    def join_others(self) -> None:  # noqa: B027 - most strategies need nobody
+    def join_others(self) -> None:
         """Takes part in what other ranks compute until no rank computes any more."""
 
-    def report_failure(self) -> None:  # noqa: B027
+    def report_failure(self) -> None:
         """Tells the other ranks that this one stops its work."""
 
     def _place(self, held: Sequence[HeldTensor], module: nn.Module) -> None:
-        """Puts tensors of `module` on the device, and has the clean-up bring back whatever the module then holds there."""
+        """Puts tensors of `module` on the device; the clean-up brings back whatever the module then holds there."""
         place(held, self.device)
-        self._cleanup.add(lambda: place([h for h in held_tensors(module) if not isinstance(h.tensor, AwayTensor)], None))
+        self._cleanup.add(
+            lambda: place([h for h in held_tensors(module) if not isinstance(h.tensor, AwayTensor)], None)
+        )

@@ -42,5 +42,8 @@ class ModelLevelOffloadBackend(OffloadBackend):
         self._memory.close()
 
     def figures(self) -> OffloadFigures:
-        return OffloadFigures(host_weight_bytes=self._turns.num_bytes, pinned_bytes=self._memory.pinned_bytes,
-                              h2d_bytes=self._turns.h2d_bytes)
+        return OffloadFigures(
+            host_weight_bytes=self._turns.num_bytes,
+            pinned_bytes=self._memory.pinned_bytes,
+            h2d_bytes=self._turns.h2d_bytes,
+        )

@@ -1,6 +1,8 @@
-"""strategy=layer_wise and strategy=dlo: denoiser blocks stream, encoders are staged whole, the rest stays on the device.
+"""strategy=layer_wise and strategy=dlo: denoiser blocks stream, encoders are staged whole, the rest stays on the
+device.
 
-Both are one backend. `layer_wise` is the one-rank case: a whole block is its own only shard, and the transport is a plain copy.
+Both are one backend. `layer_wise` is the one-rank case: a whole block is its own only shard, and the transport is a
+plain copy.
 """
 
 from __future__ import annotations
@@ -52,8 +54,10 @@ class DistributedLayerwiseOffloadBackend(OffloadBackend):
         self._cleanup.add(self._let_go)
         self._stage(plan)
         layouts = [layout for part in self._streamed for layout in part.layouts.values()]
-        rings = [part.build(number, self.device, self._memory, rank=self.mesh.shard.rank, num_shards=self.config.dp_size)
-                 for number, part in enumerate(self._streamed)]
+        rings = [
+            part.build(number, self.device, self._memory, rank=self.mesh.shard.rank, num_shards=self.config.dp_size)
+            for number, part in enumerate(self._streamed)
+        ]
         self._transport = build_transport(self.config, self.device, self.mesh, layouts)
         self._pace = build_pace(self.config, self.device, self.mesh, self._transport, rings)
         for part in self._streamed:
@@ -108,7 +112,8 @@ class DistributedLayerwiseOffloadBackend(OffloadBackend):
             pinned_bytes=self._memory.pinned_bytes,
             h2d_bytes=traffic.h2d_bytes + self._turns.h2d_bytes,
             allgather_bytes=traffic.allgather_bytes,
-            streamed_block_bytes=sum(part.block_bytes for part in self._streamed))
+            streamed_block_bytes=sum(part.block_bytes for part in self._streamed),
+        )
 
 
 class LayerWiseOffloadBackend(DistributedLayerwiseOffloadBackend):

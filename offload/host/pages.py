@@ -1,7 +1,7 @@
 """Host memory for weights: pages of exactly the size asked for, page-locked where the device can.
 
-PyTorch's pinned allocator rounds every request up to a power of two (20.4 GiB asked became 32), so the pages come straight
-from the system and are registered with the device afterwards.
+PyTorch's pinned allocator rounds every request up to a power of two (20.4 GiB asked became 32), so the pages come
+straight from the system and are registered with the device afterwards.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from offload.plan.layout import ALIGNMENT_BYTES, Layout, Region
 class HostStore:
     """This rank's shards of the blocks of one ring.
 
-    Filling is separate from making, so that everything that can fail for want of memory has happened before a weight moves,
-    and so that a caller can drop a block's original weights as soon as its shard is filled.
+    Filling is separate from making, so that everything that can fail for want of memory has happened before a weight
+    moves, and so that a caller can drop a block's original weights as soon as its shard is filled.
     """
 
     def __init__(self, memory: HostMemory, layouts: Sequence[Layout], *, rank: int, num_shards: int) -> None:
@@ -25,7 +25,7 @@ class HostStore:
         strides = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes[:-1]] + sizes[-1:]
         self._pages = memory.allocate(sum(strides))
         starts = [sum(strides[:index]) for index in range(len(strides))]
-        self.shards = tuple(self._pages.tensor[start:start + size] for start, size in zip(starts, sizes, strict=True))
+        self.shards = tuple(self._pages.tensor[start : start + size] for start, size in zip(starts, sizes, strict=True))
 
     def fill(self, index: int, storages: Sequence[torch.UntypedStorage]) -> None:
         """Copies this rank's part of block `index` from the tensors' own storages."""
@@ -48,8 +48,8 @@ def copy_range(layout: Layout, storages: Sequence[torch.UntypedStorage], start: 
     for region in layout.regions:
         first, last = max(start, region.offset_bytes), min(stop, region.offset_bytes + region.num_bytes)
         if first < last:
-            out[filled:first - start].zero_()
-            out[first - start:last - start].copy_(_source_bytes(region, storages[region.storage], first, last))
+            out[filled : first - start].zero_()
+            out[first - start : last - start].copy_(_source_bytes(region, storages[region.storage], first, last))
             filled = last - start
     out[filled:].zero_()
 

@@ -6,8 +6,10 @@ Importing this package imports neither diffusers nor transformers: the functions
 from __future__ import annotations
 
 from offload.pipelines.calling import Picture, make_picture, num_steps
-from offload.pipelines.opening import PipelineSketch, open_pipeline, pipeline_class, sketch_pipeline
+from offload.pipelines.checkpoint import pipeline_class
+from offload.pipelines.opening import open_pipeline
 from offload.pipelines.request import PictureRequest, check_request, requests_of
+from offload.pipelines.sketch import PipelineSketch, sketch_pipeline
 
 __all__ = [
     "Picture",

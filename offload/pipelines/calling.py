@@ -33,7 +33,7 @@ class Picture:
         return digest.hexdigest()
 
 
-def make_picture(pipeline: DiffusionPipeline, request: PictureRequest, on_step: Callable[[int], None]) -> Picture:
+def make_picture(pipeline: Any, request: PictureRequest, on_step: Callable[[int], None]) -> Picture:
     """Make the picture; `on_step` hears the number of each denoising step, from 0, when that step ends.
 
     Raises:

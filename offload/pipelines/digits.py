@@ -34,7 +34,7 @@ def labels_of(prompt: str | int | Sequence[str | int]) -> list[int]:
     for each in prompts:
         if str(each) not in DIGITS:
             raise SettingsError("prompts", each, "the demo draws the digits 0 to 9")
-    return [int(each) for each in prompts]
+    return [DIGITS.index(str(each)) for each in prompts]
 
 
 def to_pil(picture: np.ndarray) -> Image.Image:
@@ -54,6 +54,11 @@ class DigitsPipeline(DiffusionPipeline):
     def __init__(self, transformer: DiTTransformer2DModel, scheduler: DDIMScheduler) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, scheduler=scheduler)
+
+    @staticmethod
+    def check_prompt(prompt: str) -> None:
+        """Refuses a prompt before anything runs."""
+        labels_of(prompt)
 
     @torch.no_grad()
     def __call__(
@@ -89,7 +94,7 @@ class DigitsPipeline(DiffusionPipeline):
         latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
 
         self.scheduler.set_timesteps(num_inference_steps, device=device)
-        for step, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
+        for step, timestep in enumerate(self.scheduler.timesteps):
             model_input = torch.cat([latents, latents]) if guided else latents  # (B or 2B, 1, 8, 8)
             model_input = self.scheduler.scale_model_input(model_input, timestep).to(self.transformer.dtype)
             prediction = self.transformer(

@@ -13,8 +13,15 @@ from offload.errors import SettingsError
 OPTIONAL_FIELDS = ("negative_prompt", "num_inference_steps", "height", "width", "guidance_scale")
 FIELDS_OF_THEIR_OWN = ("prompt", *OPTIONAL_FIELDS)
 # A call makes one picture, with the noise of its own seed, as PIL images: these are never the user's to give.
-FIXED_ARGUMENTS = ("class_labels", "generator", "output_type", "return_dict", "callback_on_step_end",
-                   "num_images_per_prompt", "num_videos_per_prompt")
+FIXED_ARGUMENTS = (
+    "class_labels",
+    "generator",
+    "output_type",
+    "return_dict",
+    "callback_on_step_end",
+    "num_images_per_prompt",
+    "num_videos_per_prompt",
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,9 @@ def check_request(pipeline_class: type, request: PictureRequest) -> None:
             raise SettingsError(_setting_of(name), "null", f"{pipeline_class.__name__} cannot be called without {name}")
 
 
-def _check_prompt(pipeline_class: type, parameters: Mapping[str, inspect.Parameter], prompt: str) -> None:
+def _check_prompt(pipeline_class: Any, parameters: Mapping[str, inspect.Parameter], prompt: str) -> None:
+    if hasattr(pipeline_class, "check_prompt"):
+        pipeline_class.check_prompt(prompt)
     if "prompt" in parameters:
         return
     if "class_labels" not in parameters:

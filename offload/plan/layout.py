@@ -1,7 +1,7 @@
 """Where each tensor of a block lies in one flat byte buffer.
 
-A block's tensors are packed by *storage*, not by name: bytes that several tensors look at (ties, views, aliases) travel once,
-and every tensor keeps its dtype, shape and strides. The arithmetic is pure and works on meta tensors.
+A block's tensors are packed by *storage*, not by name: bytes that several tensors look at (ties, views, aliases) travel
+once, and every tensor keeps its dtype, shape and strides. The arithmetic is pure and works on meta tensors.
 """
 
 from __future__ import annotations
@@ -91,8 +91,10 @@ def pack(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[Layout, tuple[torch
     spans = [_span_of(name, tensor, storages) for name, tensor in named]
     numbers = {key: number for number, key in enumerate(storages)}
     regions = _lay_regions(_Span(numbers[s.storage], s.start, s.stop) for s in spans)
-    places = tuple(_place(name, tensor, numbers[span.storage], span, regions)
-                   for (name, tensor), span in zip(named, spans, strict=True))
+    places = tuple(
+        _place(name, tensor, numbers[span.storage], span, regions)
+        for (name, tensor), span in zip(named, spans, strict=True)
+    )
     num_bytes = max((region.offset_bytes + region.num_bytes for region in regions), default=0)
     return Layout(places, regions, num_bytes), tuple(storages.values())
 
@@ -112,8 +114,9 @@ def _span_of(name: str, tensor: torch.Tensor, storages: dict[int, torch.UntypedS
     _require_plain(name, tensor)
     storage = tensor.untyped_storage()
     storages.setdefault(id(storage), storage)  # kept alive, so the id stays its own
-    start = tensor.storage_offset() * tensor.element_size()
-    reach = 0 if tensor.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = 0 if tensor.numel() == 0 else 1 + sum((n - 1) * int(stride) for n, stride in steps)
     return _Span(id(storage), start, start + reach * tensor.element_size())
 
 

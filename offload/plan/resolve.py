@@ -141,5 +141,7 @@ def _require_something_to_do(pipeline: Any, plan: ResolvedOffloadPlan, config: O
         raise PlanError(f"{name} has no components to offload")
     if config.strategy.streams and not any(dit.stacks for dit in plan.dits):
         found = ", ".join(f"{dit.path} ({type(dit.module).__name__})" for dit in plan.dits) or "none"
-        raise PlanError(f"strategy={config.strategy.short_name} needs a denoiser with a list of blocks, and there is none "
-                        f"(denoisers found: {found}); use strategy=model_level or none")
+        raise PlanError(
+            f"strategy={config.strategy.short_name} needs a denoiser with a list of blocks, and there is none "
+            f"(denoisers found: {found}); use strategy=model_level or none"
+        )

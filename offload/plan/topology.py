@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ class Holder:
     is_buffer: bool
 
     @property
-    def registry(self) -> dict[str, torch.Tensor | None]:
+    def registry(self) -> dict[str, Any]:
         return self.module._buffers if self.is_buffer else self.module._parameters
 
 

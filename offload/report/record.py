@@ -11,7 +11,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """Denoising steps of all ranks; a step is one call of the denoiser for each guidance branch and the scheduler's update."""
+    """Denoising steps of all ranks; a step is one call of the denoiser for each guidance branch and the scheduler's
+    update.
+    """
 
     median: float | None
     p95: float | None

@@ -20,10 +20,18 @@ def run_table(report: RunReport, output_dir: Path) -> Table:
     for name, value in (
         ("strategy", f"{report.strategy}{transport}"),
         ("model", f"{report.model} on {report.device}"),
-        ("ranks", f"{report.world_size}, {report.dp_size} of which share each weight" if report.dp_size > 1
-         else f"{report.world_size}"),
-        ("step", "-" if steps.median is None else
-         f"{_seconds(steps.median)} median, {_seconds(steps.p95 or 0)} p95, {steps.count} steps"),
+        (
+            "ranks",
+            f"{report.world_size}, {report.dp_size} of which share each weight"
+            if report.dp_size > 1
+            else f"{report.world_size}",
+        ),
+        (
+            "step",
+            "-"
+            if steps.median is None
+            else f"{_seconds(steps.median)} median, {_seconds(steps.p95 or 0)} p95, {steps.count} steps",
+        ),
         ("host weights", _per_rank(report, lambda rank: rank.host_weight_bytes + rank.staged_bytes)),
         ("device peak", _per_rank(report, lambda rank: rank.device_peak_bytes)),
         ("moved", _moved(report)),
@@ -36,7 +44,9 @@ def run_table(report: RunReport, output_dir: Path) -> Table:
 
 def _moved(report: RunReport) -> str:
     h2d = _per_rank(report, lambda rank: rank.h2d_bytes, "H2D")
-    return h2d if report.dp_size == 1 else f"{h2d}, {_per_rank(report, lambda rank: rank.allgather_bytes, 'all-gathered')}"
+    return (
+        h2d if report.dp_size == 1 else f"{h2d}, {_per_rank(report, lambda rank: rank.allgather_bytes, 'all-gathered')}"
+    )
 
 
 def _per_rank(report: RunReport, figure: Callable[[RankRecord], int], what: str = "") -> str:

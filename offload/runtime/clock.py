@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -27,8 +28,7 @@ class StepClock:
     def seconds(self) -> list[float]:
         """Of every step so far. Waits for the device."""
         self._device.synchronize()
-        return [start.elapsed_time(end) / 1e3 for marks in self._marks
-                for start, end in zip(marks, marks[1:], strict=False)]
+        return [start.elapsed_time(end) / 1e3 for marks in self._marks for start, end in pairwise(marks)]
 
     def close(self) -> None:
         for handle in self._handles:

@@ -1,7 +1,7 @@
 """What a person sees, and where everything else goes.
 
-Each rank's standard output and error, with whatever libraries print there, go to its own file. Rank zero keeps the terminal
-for progress and tables; any rank keeps it for the one line that says it failed.
+Each rank's standard output and error, with whatever libraries print there, go to its own file. Rank zero keeps the
+terminal for progress and tables; any rank keeps it for the one line that says it failed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class RankConsole:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, force=True,
-                            format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(
+            stream=sys.stderr, level=logging.INFO, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
         warnings = _Warnings(self._complaints)
         if self._rank == 0:
             logging.getLogger("offload").addHandler(warnings)
@@ -50,8 +51,9 @@ class RankConsole:
 
     def failed(self, error: BaseException) -> None:
         """The one line about this rank's failure; the traceback is in the log."""
-        self._complaints.print(f"error: rank {self._rank} failed: {type(error).__name__}: {error} (see {self.log_file})",
-                               markup=False)
+        self._complaints.print(
+            f"error: rank {self._rank} failed: {type(error).__name__}: {error} (see {self.log_file})", markup=False
+        )
 
 
 class _Warnings(logging.Handler):

@@ -22,8 +22,17 @@ def launch(settings: Settings) -> None:
     check(settings)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank that failed has spoken already
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=settings.nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="spawn", logs_specs=DefaultLogsSpecs())
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=settings.nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(),
+    )
     try:
         elastic_launch(config, spawned_rank)(settings)
     except ChildFailedError as error:

@@ -1,7 +1,7 @@
 """Builds what streams: from a component's split to a ring of blocks with their shards, and from rings to a pace.
 
-Building allocates everything and moves nothing; `StreamedComponent.consume` then takes the weights, one block at a time, so
-that a host never holds more than one block twice.
+Building allocates everything and moves nothing; `StreamedComponent.consume` then takes the weights, one block at a
+time, so that a host never holds more than one block twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offload.host.store import HostStore
 from offload.mesh import Mesh
 from offload.plan.layout import Layout, pack
 from offload.plan.resolve import ResolvedComponent
-from offload.plan.topology import HeldTensor, named
+from offload.plan.topology import named
 from offload.stream.pace import FreePace, LockstepPace, Pace
 from offload.stream.ring import Ring, StreamBlock
 from offload.stream.slots import Slots
@@ -38,17 +38,26 @@ class StreamedComponent:
         self.modules = component.blocks
         split = component.split()
         self.remainder = split.remainder
-        self._held: list[tuple[HeldTensor, ...]] = list(split.by_block)
+        self._held = split.by_block
         packed = [pack(named(held)) for held in self._held]
-        self.layouts: dict[str, Layout] = dict(zip(component.block_names, (layout for layout, _ in packed), strict=True))
+        self.layouts: dict[str, Layout] = dict(
+            zip(component.block_names, (layout for layout, _ in packed), strict=True)
+        )
         self._storages = [storages for _, storages in packed]
 
     def build(self, number: int, device: Device, memory: HostMemory, *, rank: int, num_shards: int) -> Ring:
         """Makes the host store and the ring. The weights stay where they are."""
         self._store = HostStore(memory, list(self.layouts.values()), rank=rank, num_shards=num_shards)
-        self.ring = Ring(number, self.path, [
-            StreamBlock(name, layout, held, shard, device.torch)
-            for (name, layout), held, shard in zip(self.layouts.items(), self._held, self._store.shards, strict=True)])
+        self.ring = Ring(
+            number,
+            self.path,
+            [
+                StreamBlock(name, layout, held, shard, device.torch)
+                for (name, layout), held, shard in zip(
+                    self.layouts.items(), self._held, self._store.shards, strict=True
+                )
+            ],
+        )
         return self.ring
 
     def consume(self) -> None:

@@ -3,9 +3,10 @@
 A tensor that travels has two states, and its holders (the `_parameters` and `_buffers` of modules) show which:
 
 - *bound*: holders point at the tensor that the model was built with, whose data is a view of a slot or of a buffer.
-- *away*: holders point at an `AwayTensor`, which has the same shape, dtype, strides and the compute device, but no bytes.
-  Whoever computes with it meanwhile gets the weight from its lender, or an error that names it: never other bytes. The original
-  tensor itself is empty meanwhile, so a reference kept from outside cannot read what the slot holds next.
+- *away*: holders point at an `AwayTensor`, which has the same shape, dtype, strides and the compute device, but no
+  bytes. Whoever computes with it meanwhile gets the weight from its lender, or an error that names it: never other
+  bytes. The original tensor itself is empty meanwhile, so a reference kept from outside cannot read what the slot holds
+  next.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from offload.plan.topology import HeldTensor, named
 
 
 class AwayTensor(torch.Tensor):
-    """Stands for a weight that is not on the device: answers questions about itself, and sends computations to the lender."""
+    """Stands for a weight that is not on the device: answers questions about itself, and sends computations to the
+    lender.
+    """
 
     _is_param: bool
     _name: str
@@ -34,7 +37,8 @@ class AwayTensor(torch.Tensor):
     def __new__(cls, held: HeldTensor, device: torch.device, lend: Callable[[], torch.Tensor]) -> AwayTensor:
         like = held.tensor
         away = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False)
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
+        )
         away._is_param = not held.is_buffer  # what isinstance(tensor, nn.Parameter) asks
         away._name = held.name
         away._lend = lend
@@ -53,15 +57,18 @@ class Binding:
     """The tensors of one layout, and the buffer that they look at.
 
     Args:
-        lend: called with a tensor's number when someone computes with it while it is away; returns the weight or raises.
+        lend: called with a tensor's number when someone computes with it while it is away; returns the weight or
+        raises.
     """
 
-    def __init__(self, held: Sequence[HeldTensor], layout: Layout, device: torch.device,
-                 lend: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self, held: Sequence[HeldTensor], layout: Layout, device: torch.device, lend: Callable[[int], torch.Tensor]
+    ) -> None:
         self._held = tuple(held)
         self._layout = layout
-        self._registries = [(holder.registry, holder.name, index)
-                            for index, h in enumerate(self._held) for holder in h.holders]
+        self._registries = [
+            (holder.registry, holder.name, index) for index, h in enumerate(self._held) for holder in h.holders
+        ]
         self._tensors = [h.tensor for h in self._held]
         self._views: dict[int, list[torch.Tensor]] = {}
         with torch.inference_mode(False):
@@ -86,7 +93,9 @@ class Binding:
             tensor.data = nothing
 
     def keep(self, number: int) -> torch.Tensor:
-        """Leaves a copy of a bound tensor on the device: from now on its holders see that copy instead of an away tensor."""
+        """Leaves a copy of a bound tensor on the device: from now on its holders see that copy instead of an away
+        tensor.
+        """
         self._nothing[number] = self._tensors[number].data.clone()
         self._away[number] = self._tensors[number]
         return self._nothing[number]
@@ -116,7 +125,7 @@ def views_of(layout: Layout, buffer: torch.Tensor) -> list[torch.Tensor]:
 
 
 def place(held: Sequence[HeldTensor], device: Device | None) -> None:
-    """Moves tensors for good: to a device, or with None to ordinary host memory. What they share they share afterwards."""
+    """Moves tensors for good, to a device or (None) to ordinary host memory. Aliases stay aliases."""
     layout, storages = pack(named(held))
     buffer = device.empty(layout.num_bytes) if device else torch.empty(layout.num_bytes, dtype=torch.uint8)
     copy_range(layout, storages, 0, buffer)

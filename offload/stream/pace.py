@@ -1,9 +1,10 @@
 """Who decides which block comes next.
 
-A rank that streams from its own host memory goes where its model goes: `FreePace` jumps to whatever block is entered. Ranks that
-rebuild blocks together must issue the same all-gathers in the same order, whatever each of them computes: `LockstepPace` lets
-them agree on every *pass*, and each rank then walks the whole ring. Blocks that its own model skips, or passes that only others
-need, go by unused. So a rank cannot fall out of step by skipping, repeating or reordering blocks, or by having nothing to do.
+A rank that streams from its own host memory goes where its model goes: `FreePace` jumps to whatever block is entered.
+Ranks that rebuild blocks together must issue the same all-gathers in the same order, whatever each of them computes:
+`LockstepPace` lets them agree on every *pass*, and each rank then walks the whole ring. Blocks that its own model
+skips, or passes that only others need, go by unused. So a rank cannot fall out of step by skipping, repeating or
+reordering blocks, or by having nothing to do.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Pace(ABC):
     def _reach(self, block: StreamBlock) -> None:
         """Makes `block` the next one."""
 
-    def join_others(self) -> None:  # noqa: B027 - alone there is nobody to join
+    def join_others(self) -> None:
         """Takes part in the passes of other ranks until no rank wants another one."""
 
-    def report_failure(self) -> None:  # noqa: B027
+    def report_failure(self) -> None:
         """Tells the other ranks that this one stops, at the next point where they listen."""
 
 
@@ -57,8 +58,8 @@ class FreePace(Pace):
 class LockstepPace(Pace):
     """The pace of ranks that stream together.
 
-    Before each pass every rank says which ring it wants, or none; the lowest-numbered wanted ring is walked by all. Ranks that
-    wanted another one ask again afterwards.
+    Before each pass every rank says which ring it wants, or none; the lowest-numbered wanted ring is walked by all.
+    Ranks that wanted another one ask again afterwards.
     """
 
     _NO_RING = -1
@@ -100,7 +101,9 @@ class LockstepPace(Pace):
         votes = self._control.exchange([wanted, 0])
         failed = [rank for rank, (_, failure) in enumerate(votes) if failure]
         if failed:
-            raise PeerFailedError(f"rank {', '.join(map(str, failed))} of the shard group failed; no rank continues this work")
+            raise PeerFailedError(
+                f"rank {', '.join(map(str, failed))} of the shard group failed; no rank continues this work"
+            )
         rings = [ring for ring, _ in votes if ring != self._NO_RING]
         if not rings:
             return None

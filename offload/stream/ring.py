@@ -30,7 +30,9 @@ class StreamBlock:
     ring: Ring
     index: int
 
-    def __init__(self, name: str, layout: Layout, held: Sequence[HeldTensor], shard: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self, name: str, layout: Layout, held: Sequence[HeldTensor], shard: torch.Tensor, device: torch.device
+    ) -> None:
         self.name = name
         self.layout = layout
         self.shard = shard
@@ -42,16 +44,18 @@ class StreamBlock:
         return self.ring.blocks[(self.index + 1) % len(self.ring.blocks)]
 
     def _lend(self, number: int) -> torch.Tensor:
-        """A weight for a component that uses it outside its block's forward (some read their first block's embedder again at
-        the end). The block is visited once for it, and the weight stays on the device from then on.
+        """A weight for a component that uses it outside its block's forward (some read their first block's embedder
+        again at the end). The block is visited once for it, and the weight stays on the device from then on.
 
         Raises:
             WeightAwayError: the component is not running, so the other ranks would not take part in the visit.
         """
         visitor = self.ring.visitor
         if visitor is None:
-            raise WeightAwayError(f"{self.binding.name(number)} is on the device only while {self.ring.name} runs; "
-                                  f"disable the offload to use it outside")
+            raise WeightAwayError(
+                f"{self.binding.name(number)} is on the device only while {self.ring.name} runs; "
+                f"disable the offload to use it outside"
+            )
         visitor.enter(self)
         try:
             return self.binding.keep(number)

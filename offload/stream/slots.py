@@ -54,8 +54,10 @@ class Slot:
 
     def _expect(self, phase: SlotPhase, block: StreamBlock) -> None:
         if self.phase is not phase:
-            raise SlotError(f"{block.name} needs a slot that is {phase.name}, and it is {self.phase.name}"
-                            f"{f' with {self.block.name}' if self.block else ''}")
+            raise SlotError(
+                f"{block.name} needs a slot that is {phase.name}, and it is {self.phase.name}"
+                f"{f' with {self.block.name}' if self.block else ''}"
+            )
 
 
 class Slots:

@@ -1,11 +1,12 @@
-"""Whole components that visit the device: one pinned master on the host, one buffer on the device while the component works.
+"""Whole components that visit the device: one pinned master on the host, one buffer on the device while the component
+works.
 
-Two classes, by what the modules see between visits. `PinnedModuleStager` leaves them bound to the master, as plain host tensors.
-`VisitingStager` makes the weights away, so that they answer with the compute device, where a pipeline's inputs have to go; any
-use of them, through whatever method, asks for the visit.
+Two classes, by what the modules see between visits. `PinnedModuleStager` leaves them bound to the master, as plain host
+tensors. `VisitingStager` makes the weights away, so that they answer with the compute device, where a pipeline's inputs
+have to go; any use of them, through whatever method, asks for the visit.
 
-Weights do not change during inference, so leaving the device is only a rebinding to the master. Small buffers, which forward
-may write to, are the exception: they are copied back.
+Weights do not change during inference, so leaving the device is only a rebinding to the master. Small buffers, which
+forward may write to, are the exception: they are copied back.
 """
 
 from __future__ import annotations
@@ -66,9 +67,16 @@ class PinnedModuleStager:
     Tensors that share storage keep their shapes, strides, offsets, dtypes and aliases through every move.
     """
 
-    def __init__(self, module_or_modules: nn.Module | Iterable[nn.Module], device: Device, *, pin_memory: bool = True,
-                 copy_stream: Any = None, cache_retention: BoundedAllocatorCache | None = None,
-                 memory: HostMemory | None = None) -> None:
+    def __init__(
+        self,
+        module_or_modules: nn.Module | Iterable[nn.Module],
+        device: Device,
+        *,
+        pin_memory: bool = True,
+        copy_stream: Any = None,
+        cache_retention: BoundedAllocatorCache | None = None,
+        memory: HostMemory | None = None,
+    ) -> None:
         memory = memory or HostMemory(device, pin_memory)
         modules = [module_or_modules] if isinstance(module_or_modules, nn.Module) else list(module_or_modules)
         self._modules = nn.ModuleList(modules)
@@ -157,8 +165,16 @@ class VisitingStager(PinnedModuleStager):
         ask_for_visit: called when an away weight is used; must `load` this stager.
     """
 
-    def __init__(self, module: nn.Module, device: Device, memory: HostMemory, ask_for_visit: Callable[[], None], *,
-                 copy_stream: Any, cache_retention: BoundedAllocatorCache) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: Device,
+        memory: HostMemory,
+        ask_for_visit: Callable[[], None],
+        *,
+        copy_stream: Any,
+        cache_retention: BoundedAllocatorCache,
+    ) -> None:
         self._ask_for_visit = ask_for_visit
         super().__init__(module, device, memory=memory, copy_stream=copy_stream, cache_retention=cache_retention)
 

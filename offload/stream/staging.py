@@ -1,7 +1,7 @@
 """Device memory that receives shards before their all-gather: one buffer, used as a ring of bytes.
 
-Blocks differ in size, so the ring is measured in bytes and not in shards: while a large block is gathered, several small shards
-can already be on their way.
+Blocks differ in size, so the ring is measured in bytes and not in shards: while a large block is gathered, several
+small shards can already be on their way.
 """
 
 from __future__ import annotations
@@ -68,7 +68,13 @@ class StagingRing:
         for span in taken:
             span.gathered.wait(copy_stream)
             self._spans.remove(span)
-        span = Span(self._buffer[start:start + num_bytes], start, start + num_bytes, self._device.event(), self._device.event())
+        span = Span(
+            self._buffer[start : start + num_bytes],
+            start,
+            start + num_bytes,
+            self._device.event(),
+            self._device.event(),
+        )
         self._spans.append(span)
         self._head = -(-span.stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return span

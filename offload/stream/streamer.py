@@ -51,7 +51,7 @@ class Streamer:
         block.binding.bind(slot.buffer)
 
     def release(self, block: StreamBlock) -> None:
-        """Ends the visit that `take` began, and lets the slot's next block come as soon as the compute stream is done."""
+        """Ends the visit that `take` began; the slot's next block comes as soon as the compute stream is done."""
         slot = self._queue.popleft()
         block.binding.unbind()
         slot.last_use.record(self._device.current_stream())

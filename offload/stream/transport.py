@@ -36,12 +36,12 @@ class Transport(ABC):
 
     @abstractmethod
     def collect(self, block: StreamBlock) -> torch.Tensor:
-        """The whole block on the host, uint8. With several ranks all of them collect the same blocks in the same order."""
+        """The whole block on the host, uint8. Ranks that share weights collect the same blocks in the same order."""
 
-    def stage_ahead(self, block: StreamBlock) -> None:  # noqa: B027 - a transport without staging has nothing to do
-        """Starts the journey of `block` and its successors as far as there is room. `block` is the next to be filled."""
+    def stage_ahead(self, block: StreamBlock) -> None:
+        """Starts the journey of `block`, the next to be filled, and its successors as far as there is room."""
 
-    def forget(self) -> None:  # noqa: B027
+    def forget(self) -> None:
         """Drops what was staged; the next fill may be of any block."""
 
 
@@ -56,7 +56,7 @@ class LocalTransport(Transport):
     def fill(self, block: StreamBlock, slot: Slot) -> None:
         with self._device.on(self._copy):
             slot.last_use.wait(self._copy)
-            slot.buffer[:block.shard.numel()].copy_(block.shard, non_blocking=True)
+            slot.buffer[: block.shard.numel()].copy_(block.shard, non_blocking=True)
             slot.ready.record(self._copy)
         self.traffic.h2d_bytes += block.shard.numel()
 
@@ -67,10 +67,13 @@ class LocalTransport(Transport):
 class AllGatherTransport(Transport):
     """H2D of this rank's shard into staging, then an all-gather of all shards into the slot.
 
-    The H2D waits only for its staging bytes and the all-gather only for its shard and its slot, so copies run ahead of gathers.
+    The H2D waits only for its staging bytes and the all-gather only for its shard and its slot, so copies run ahead of
+    gathers.
     """
 
-    def __init__(self, device: Device, copy_stream: Any, comm_stream: Any, shard_group: RankGroup, staging: StagingRing) -> None:
+    def __init__(
+        self, device: Device, copy_stream: Any, comm_stream: Any, shard_group: RankGroup, staging: StagingRing
+    ) -> None:
         super().__init__()
         self._device = device
         self._copy, self._comm = copy_stream, comm_stream
@@ -89,7 +92,7 @@ class AllGatherTransport(Transport):
         staged, span = self._staged.popleft()
         if staged is not block:
             raise RuntimeError(f"{staged.name} is staged where {block.name} should be")
-        out = slot.buffer[:span.tensor.numel() * self._group.size]
+        out = slot.buffer[: span.tensor.numel() * self._group.size]
         with self._device.on(self._comm):
             span.arrived.wait(self._comm)
             slot.last_use.wait(self._comm)

@@ -13,14 +13,15 @@ from offload.stream.stager import BoundedAllocatorCache, VisitingStager
 
 
 class Turns:
-    """The staged components of a pipeline, by path. A component without a stager can take a turn too: the others leave."""
+    """The staged components of a pipeline, by path. One without a stager can take a turn too: the others leave."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], device: Device, memory: HostMemory) -> None:
         copy_stream, cache = device.stream(), BoundedAllocatorCache(device)
         self._stagers: dict[str, VisitingStager] = {}
         for path, module in modules:
-            self._stagers[path] = VisitingStager(module, device, memory, partial(self.take, path),
-                                                 copy_stream=copy_stream, cache_retention=cache)
+            self._stagers[path] = VisitingStager(
+                module, device, memory, partial(self.take, path), copy_stream=copy_stream, cache_retention=cache
+            )
 
     def take(self, path: str) -> None:
         """Makes `path` the component on the device."""

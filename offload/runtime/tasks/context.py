@@ -13,7 +13,7 @@ from offload.runtime.console import RankConsole
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank, ready to work. `started` is the wall clock's reading at the process's start of work, from perf_counter."""
+    """One rank, ready to work. `started` is when that was, in seconds of perf_counter."""
 
     settings: Settings
     config: OffloadConfig

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from offload.backends import OffloadBackend, enable_offload
-from offload.errors import PeerFailedError
+from offload.errors import PeerFailedError, PictureError
 from offload.pipelines import (
     PictureRequest,
     check_request,
@@ -25,6 +26,9 @@ from offload.report.tables import run_table
 from offload.runtime.clock import StepClock
 from offload.runtime.controller import share_out
 from offload.runtime.tasks.context import RankContext
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 def generate(context: RankContext) -> None:
@@ -49,31 +53,43 @@ def generate(context: RankContext) -> None:
 class _Painter:
     """Draws this rank's pictures, and takes part in the passes that other ranks still need."""
 
-    def __init__(self, context: RankContext, pipeline: object, backend: OffloadBackend, clock: StepClock) -> None:
+    def __init__(
+        self, context: RankContext, pipeline: DiffusionPipeline, backend: OffloadBackend, clock: StepClock
+    ) -> None:
         self._context = context
         self._pipeline = pipeline
         self._backend = backend
         self._clock = clock
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(),
-            console=context.console.screen, transient=True)
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            console=context.console.screen,
+            transient=True,
+        )
 
     def paint(self, requests: list[PictureRequest]) -> list[ImageRecord]:
         world_size = self._context.mesh.info.world_size
         total = sum(num_steps(self._pipeline, request) for request in requests)
         with self._progress:
             task = self._progress.add_task(f"rank 0 of {world_size}" if world_size > 1 else "denoising", total=total)
-            try:
-                images = [self._paint_one(request, task) for request in requests]
-                self._backend.join_others()
-            except PeerFailedError:
-                raise
-            except Exception:
-                self._backend.report_failure()
-                raise
+            images = [self._paint_or_report(request, task) for request in requests]
+            self._backend.join_others()
         return images
 
-    def _paint_one(self, request: PictureRequest, task: object) -> ImageRecord:
+    def _paint_or_report(self, request: PictureRequest, task: TaskID) -> ImageRecord:
+        try:
+            return self._paint_one(request, task)
+        except PeerFailedError:
+            raise
+        except Exception as error:
+            self._backend.report_failure()
+            what = f"picture {request.index} ({request.prompt}): {type(error).__name__}: {error}"
+            raise PictureError(what) from error
+
+    def _paint_one(self, request: PictureRequest, task: TaskID) -> ImageRecord:
         def on_step(step: int) -> None:
             self._clock.step_ended()
             self._progress.advance(task)
@@ -82,29 +98,48 @@ class _Painter:
         self._clock.picture_ended()
         file = Path("images") / f"{request.index:04d}.png"
         save_picture(picture.frames, self._context.output_dir / file)
-        return ImageRecord(file=str(file), sha256=picture.sha256, prompt=request.prompt, seed=request.seed,
-                           rank=self._context.mesh.info.rank)
+        return ImageRecord(
+            file=str(file),
+            sha256=picture.sha256,
+            prompt=request.prompt,
+            seed=request.seed,
+            rank=self._context.mesh.info.rank,
+        )
 
 
-def _report(context: RankContext, backend: OffloadBackend, step_seconds: list[float], images: list[ImageRecord]) -> None:
+def _report(
+    context: RankContext, backend: OffloadBackend, step_seconds: list[float], images: list[ImageRecord]
+) -> None:
     """Gathers every rank's figures; rank zero writes the report and the sheet, and shows the table."""
     figures = backend.figures()
     rank = RankRecord(
-        rank=context.mesh.info.rank, device_peak_bytes=context.device.peak_bytes(),
-        host_weight_bytes=figures.host_weight_bytes, staged_bytes=figures.staged_bytes, pinned_bytes=figures.pinned_bytes,
-        h2d_bytes=figures.h2d_bytes, allgather_bytes=figures.allgather_bytes,
-        streamed_block_bytes=figures.streamed_block_bytes)
+        rank=context.mesh.info.rank,
+        device_peak_bytes=context.device.peak_bytes(),
+        host_weight_bytes=figures.host_weight_bytes,
+        staged_bytes=figures.staged_bytes,
+        pinned_bytes=figures.pinned_bytes,
+        h2d_bytes=figures.h2d_bytes,
+        allgather_bytes=figures.allgather_bytes,
+        streamed_block_bytes=figures.streamed_block_bytes,
+    )
     gathered = context.mesh.world.gather((rank, step_seconds, images))
     if not context.is_zero:
         return
     settings, config = context.settings, context.config
     report = RunReport(
-        strategy=config.strategy.short_name, transport=config.transport if config.strategy.streams else "none",
-        world_size=context.mesh.info.world_size, dp_size=config.dp_size, device=context.device.name,
-        model=settings.model.path or settings.model.name, wall_seconds=time.perf_counter() - context.started,
+        strategy=config.strategy.short_name,
+        transport=config.transport if config.strategy.streams else "none",
+        world_size=context.mesh.info.world_size,
+        dp_size=config.dp_size,
+        device=context.device.name,
+        model=settings.model.path or settings.model.name,
+        wall_seconds=time.perf_counter() - context.started,
         step_seconds=StepSeconds.of([seconds for _, steps, _ in gathered for seconds in steps]),
         images=tuple(sorted((image for _, _, made in gathered for image in made), key=lambda image: image.file)),
-        ranks=tuple(record for record, _, _ in gathered))
+        ranks=tuple(record for record, _, _ in gathered),
+    )
     report.write(context.output_dir / "report.json")
-    save_contact_sheet([context.output_dir / image.file for image in report.images], context.output_dir / "contact_sheet.png")
+    save_contact_sheet(
+        [context.output_dir / image.file for image in report.images], context.output_dir / "contact_sheet.png"
+    )
     context.console.screen.print(run_table(report, context.output_dir))
