@@ -4,6 +4,7 @@
     ├── SettingsError      what the user asked for is not allowed; names field, value and what is  (also ValueError)
     ├── PlanError          this model cannot be offloaded in the way asked for                     (also ValueError)
     ├── WeightAwayError    a streamed weight was used while it was not on the device
+    ├── GradientsError     a streamed block was called where autograd would record it
     ├── SlotError          a device slot was read or written in the wrong phase
     ├── RankMismatchError  the ranks do not agree on the plan
     ├── PictureError       one of the pictures could not be made; names it
@@ -39,6 +40,10 @@ class PlanError(OffloadError, ValueError):
 
 class WeightAwayError(OffloadError, RuntimeError):
     """A streamed weight was used while it was not on the device."""
+
+
+class GradientsError(OffloadError, RuntimeError):
+    """A streamed block was called where autograd would record it."""
 
 
 class SlotError(OffloadError, RuntimeError):

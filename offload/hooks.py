@@ -6,11 +6,16 @@ forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload.errors import GradientsError, WeightAwayError
+from offload.stream.binding import AwayTensor
 from offload.stream.pace import Pace
 from offload.stream.ring import Ring, StreamBlock
 from offload.stream.turns import Turns
@@ -27,11 +32,24 @@ class DistributedLayerwiseOffloadHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.is_grad_enabled() and self._block.binding.requires_grad:
+            raise GradientsError(
+                f"{self._block.name} cannot record gradients, because its weights leave after forward; "
+                f"call it under torch.no_grad() or torch.inference_mode()"
+            )
         self._pace.enter(self._block)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
+        binding = self._block.binding
+        output, num_returned = binding.without_views(output)
+        num_kept = binding.num_views_kept() - num_returned
         self._pace.leave(self._block)
+        if num_kept > 0 and output is not None:
+            raise WeightAwayError(
+                f"{self._block.name} kept a view of a weight after its forward, when the next block takes its place; "
+                f"keep a clone instead"
+            )
         return output
 
 
@@ -51,7 +69,8 @@ class ComponentHook:
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._turns.take(self._path)
-        if self._ring is not None:
+        if self._ring is not None and self._pace is not None:
+            self._pace.settle()
             self._ring.visitor = self._pace
         return args, kwargs
 
@@ -61,11 +80,47 @@ class ComponentHook:
         return output
 
 
+class Refusals:
+    """On a component whose weights travel: what would change some of them and not others is refused whole.
+
+    Every module of the component gets it, because a part can be cast or loaded by itself too.
+    """
+
+    def __init__(self, path: str, device: torch.device) -> None:
+        self._path = path
+        self._device = device
+
+    def apply(self, module: nn.Module, function: Callable[..., torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Stands in for `nn.Module._apply`, which `to`, `half`, `cuda` and the like go through."""
+        for dtype in {tensor.dtype for tensor in (*module.parameters(), *module.buffers())}:
+            probe = torch.empty(0, dtype=dtype, device=self._device)
+            changed = function(probe)
+            if (changed.dtype, changed.device) != (probe.dtype, probe.device):
+                raise self._refusal("moved or cast")
+        return module
+
+    def load(self, module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Runs before `load_state_dict`, which may be about weights that do not travel."""
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        if any(isinstance(tensor, AwayTensor) and f"{prefix}{name}" in state for name, tensor in tensors):
+            raise self._refusal("loaded")
+
+    def _refusal(self, what: str) -> WeightAwayError:
+        return WeightAwayError(f"{self._path} cannot be {what} while it is offloaded; disable the offload first")
+
+
 class HookRegistry:
     """Attaches hooks, and takes all of them off again."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._refusing: list[nn.Module] = []
+
+    def refuse_changes(self, component: nn.Module, refusals: Refusals) -> None:
+        for module in component.modules():
+            module.__dict__["_apply"] = partial(refusals.apply, module)
+            self._refusing.append(module)
+            self._handles.append(module.register_load_state_dict_pre_hook(refusals.load))
 
     def attach(self, module: nn.Module, hook: DistributedLayerwiseOffloadHook | ComponentHook) -> None:
         hook.initialize_hook(module)
@@ -82,3 +137,5 @@ class HookRegistry:
     def remove(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+        while self._refusing:
+            self._refusing.pop().__dict__.pop("_apply", None)

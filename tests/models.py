@@ -1,7 +1,7 @@
 """Small models for tests, each with something in it that is easily lost when its weights travel.
 
-Every model takes activations of shape (rows, WIDTH) and keeps them finite and sensitive to all of its weights. Built twice with
-the same arguments, a model has the same weights.
+Every model takes activations of shape (ROWS, WIDTH) and keeps them finite and sensitive to all of its weights. Built
+twice with the same arguments, a model has the same weights.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class VectorBlock(nn.Module):
 
 
 class MixedBlock(nn.Module):
-    """fp32 norm, bf16 Linear, int64 and bool buffers, and packed 4-bit codes below and above the size from which buffers stream."""
+    """fp32 norm, bf16 Linear, int64 and bool buffers, and packed 4-bit codes of which only the many stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,9 @@ class StridedBlock(nn.Module):
         self.expanded = nn.Parameter(torch.randn(1).expand(WIDTH))
         fused = torch.randn(WIDTH, 3, WIDTH) / 4
         strides = (3 * WIDTH, 1)
-        self.q, self.k, self.v = (nn.Parameter(fused.as_strided((WIDTH, WIDTH), strides, part * WIDTH)) for part in range(3))
+        self.q, self.k, self.v = (
+            nn.Parameter(fused.as_strided((WIDTH, WIDTH), strides, part * WIDTH)) for part in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         attention = torch.softmax(F.linear(x, self.q) @ F.linear(x, self.k).t(), -1)
@@ -202,7 +204,7 @@ def stack(num_blocks: int) -> Denoiser:
 
 
 def tied_to_each_other() -> Denoiser:
-    """The first and the last block share a weight, two blocks share a whole module, and one block lends its weight to the head."""
+    """The first and the last block share a weight, two blocks a whole module, and one block and the head a weight."""
     model = stack(5)
     model.blocks[0].linear.weight = model.blocks[4].linear.weight
     model.blocks[2].norm = model.blocks[1].norm
@@ -238,7 +240,9 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "strided": lambda: Denoiser([StridedBlock() for _ in range(3)]),
     "edge": lambda: Denoiser([EdgeBlock() for _ in range(3)]),
     "empty_block": lambda: Denoiser([VectorBlock(0), VectorBlock(239), VectorBlock(0)]),
-    "different_blocks": lambda: Denoiser([Block(), MixedBlock(), EdgeBlock(), Float8Block(), VectorBlock(7), StridedBlock()]),
+    "different_blocks": lambda: Denoiser(
+        [Block(), MixedBlock(), EdgeBlock(), Float8Block(), VectorBlock(7), StridedBlock()]
+    ),
 }
 
 
@@ -264,7 +268,10 @@ def inputs(count: int, seed: int = 0) -> list[torch.Tensor]:
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer under every name, tied ones too."""
-    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -274,9 +281,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors agree in everything that a forward can see: type, dtype, shape, strides and bytes."""
-    return (isinstance(one, nn.Parameter) is isinstance(other, nn.Parameter) and one.dtype is other.dtype
-            and one.requires_grad is other.requires_grad and one.shape == other.shape and one.stride() == other.stride()
-            and bytes_of(one) == bytes_of(other))
+    return (
+        isinstance(one, nn.Parameter) is isinstance(other, nn.Parameter)
+        and one.dtype is other.dtype
+        and one.requires_grad is other.requires_grad
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and bytes_of(one) == bytes_of(other)
+    )
 
 
 def differing(one: nn.Module, other: nn.Module) -> list[str]:

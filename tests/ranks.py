@@ -1,11 +1,11 @@
 """Real ranks for tests: processes that stay up for a module and run one function after another together.
 
-A test takes the fixture `ranks` and says `ranks(3).run(function, *arguments)`: the function runs on ranks 0, 1 and 2 of a world
-of three, and what it returns comes back in rank order. It must be defined at the top of a module, because the processes are
-spawned. Inside it, `Mesh.join` works as under torchrun. Nothing of `torch.distributed` is replaced.
+A test takes the fixture `ranks` and says `ranks(3).run(function, *arguments)`: the function runs on ranks 0, 1 and 2 of
+a world of three, and what it returns comes back in rank order. It must be defined at the top of a module, because the
+processes are spawned. Inside it, `Mesh.join` works as under torchrun. Nothing of `torch.distributed` is replaced.
 
-What a function raises is raised here, with every rank's own traceback. A run that takes too long ends its processes; the next
-one gets fresh ones.
+What a function raises is raised here, with every rank's own traceback. A run that takes too long ends its processes;
+the next one gets fresh ones.
 """
 
 from __future__ import annotations
@@ -109,22 +109,32 @@ class World:
         Raises:
             RanksError: it raised on a rank, or took longer than `limit_seconds` in all.
         """
-        # The store lives on this side, as with torchrun's agent: its port is taken before anyone is told, and a rank that dies
-        # takes no store with it.
+        # The store lives on this side, as with torchrun's agent: its port is taken before anyone is told, and a rank
+        # that dies takes no store with it.
         store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         for number, rank in enumerate(self.ranks):
             rank.pipe.send(Job(function, arguments, self._environment(number, store.port)))
         answers = self._collect(time.monotonic() + limit_seconds)
-        problems = [f"--- rank {number} of {len(self.ranks)} ---\n{answer.raised}"
-                    for number, answer in enumerate(answers) if answer.raised]
+        problems = [
+            f"--- rank {number} of {len(self.ranks)} ---\n{answer.raised}"
+            for number, answer in enumerate(answers)
+            if answer.raised
+        ]
         if problems:
             raise RanksError(f"{function.__name__} failed\n" + "\n".join(problems))
         return [answer.value for answer in answers]
 
     def _environment(self, number: int, port: int) -> dict[str, str]:
         size = str(len(self.ranks))
-        return {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-                "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
 
     def _collect(self, deadline: float) -> list[Answer]:
         answers: dict[int, Answer] = {}

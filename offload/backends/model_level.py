@@ -7,7 +7,7 @@ from typing import Any
 from offload.backends.base import OffloadBackend, OffloadFigures
 from offload.config import OffloadConfig
 from offload.device import Device
-from offload.hooks import ComponentHook, HookRegistry
+from offload.hooks import ComponentHook, HookRegistry, Refusals
 from offload.host.pages import HostMemory
 from offload.mesh import Mesh
 from offload.plan.resolve import resolve_offload_plan
@@ -22,19 +22,21 @@ class ModelLevelOffloadBackend(OffloadBackend):
         super().__init__(config, device, mesh)
         self._memory = HostMemory(device, config.pin_cpu_memory)
         self._hooks = HookRegistry()
-        self._turns = Turns((), device, self._memory)
+        self._turns = Turns(device, self._memory)
 
     def _enable(self, pipeline: Any) -> None:
         plan = resolve_offload_plan(pipeline, self.config)
         taking_turns = plan.dits + plan.encoders
         self._cleanup.add(self._memory.close)
-        self._turns = Turns(((each.path, each.module) for each in taking_turns), self.device, self._memory)
         self._cleanup.add(self._turns.restore)
+        for component in taking_turns:
+            self._turns.add(component.path, component.module)
         for component in plan.vaes + plan.residents:
             self._place(held_tensors(component.module, component.path), component.module)
         self._cleanup.add(self._hooks.remove)
         for component in taking_turns:
             self._hooks.attach(component.module, ComponentHook(component.path, self._turns))
+            self._hooks.refuse_changes(component.module, Refusals(component.path, self.device.torch))
 
     def shutdown(self) -> None:
         super().shutdown()

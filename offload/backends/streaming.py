@@ -7,6 +7,7 @@ plain copy.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,8 @@ from torch import nn
 from offload.backends.base import OffloadBackend, OffloadFigures
 from offload.config import OffloadConfig
 from offload.device import Device
-from offload.hooks import ComponentHook, DistributedLayerwiseOffloadHook, HookRegistry
+from offload.errors import PeerFailedError
+from offload.hooks import ComponentHook, DistributedLayerwiseOffloadHook, HookRegistry, Refusals
 from offload.host.pages import HostMemory
 from offload.mesh import Mesh
 from offload.plan.resolve import ResolvedOffloadPlan, plan_digest, resolve_offload_plan
@@ -24,6 +26,8 @@ from offload.stream.pace import Pace
 from offload.stream.transport import Traffic, Transport
 from offload.stream.turns import Turns
 
+log = logging.getLogger(__name__)
+
 
 class DistributedLayerwiseOffloadBackend(OffloadBackend):
     """Streams the denoisers' blocks through two slots that all of them share."""
@@ -32,7 +36,7 @@ class DistributedLayerwiseOffloadBackend(OffloadBackend):
         super().__init__(config, device, mesh)
         self._memory = HostMemory(device, config.pin_cpu_memory)
         self._hooks = HookRegistry()
-        self._turns = Turns((), device, self._memory)
+        self._turns = Turns(device, self._memory)
         self._encoders: dict[str, nn.Module] = {}
         self._streamed: list[StreamedComponent] = []
         self._transport: Transport | None = None
@@ -69,21 +73,33 @@ class DistributedLayerwiseOffloadBackend(OffloadBackend):
     def _stage(self, plan: ResolvedOffloadPlan) -> None:
         """Encoders visit the device while they work, and leave when a denoiser starts."""
         self._encoders = {encoder.path: encoder.module for encoder in plan.encoders}
-        self._turns = Turns(self._encoders.items(), self.device, self._memory)
         self._cleanup.add(self._turns.restore)
+        for path, module in self._encoders.items():
+            self._turns.add(path, module)
 
     def _consume(self) -> None:
         assert self._pace is not None and self._transport is not None
         for part in self._streamed:
-            part.consume()
             self._cleanup.add(lambda part=part, transport=self._transport: part.restore(transport))
+            part.consume()
+        self._cleanup.add(self._meet_others)
         self._cleanup.add(self._hooks.remove)
         for part in self._streamed:
             for module, block in zip(part.modules, part.ring.blocks, strict=True):
                 self._hooks.attach(module, DistributedLayerwiseOffloadHook(block, self._pace))
             self._hooks.attach(part.module, ComponentHook(part.path, self._turns, part.ring, self._pace))
+            self._hooks.refuse_changes(part.module, Refusals(part.path, self.device.torch))
         for path, module in self._encoders.items():
             self._hooks.attach(module, ComponentHook(path, self._turns))
+            self._hooks.refuse_changes(module, Refusals(path, self.device.torch))
+
+    def _meet_others(self) -> None:
+        """Weights come back by collectives, so first every rank finishes what any rank began."""
+        while True:
+            try:
+                return self.join_others()
+            except PeerFailedError as failure:
+                log.warning("while disabling: %s", failure)
 
     def _let_go(self) -> None:
         """The last step: device memory first, then the host's. What was restored keeps its own pages alive."""

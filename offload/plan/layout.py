@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,6 @@ from offload.errors import PlanError
 
 ALIGNMENT_BYTES = 256  # the device allocator's own promise is no weaker, so kernels choose the same paths
 SHARD_ALIGNMENT_BYTES = 16  # the widest load of a copy kernel
-_SOURCE_ALIGNMENT_BYTES = 16  # of every dtype's size; a region starts so that views of any dtype can be cut from it
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Span:
-    """The bytes of its storage that a tensor can touch."""
+    """The bytes of its storage that a tensor can touch, and the size of its elements."""
 
     storage: int
     start: int
     stop: int
+    itemsize: int
 
 
 def pack(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[Layout, tuple[torch.UntypedStorage, ...]]:
@@ -90,7 +90,7 @@ def pack(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[Layout, tuple[torch
     storages: dict[int, torch.UntypedStorage] = {}
     spans = [_span_of(name, tensor, storages) for name, tensor in named]
     numbers = {key: number for number, key in enumerate(storages)}
-    regions = _lay_regions(_Span(numbers[s.storage], s.start, s.stop) for s in spans)
+    regions = _lay_regions(replace(span, storage=numbers[span.storage]) for span in spans)
     places = tuple(
         _place(name, tensor, numbers[span.storage], span, regions)
         for (name, tensor), span in zip(named, spans, strict=True)
@@ -117,7 +117,7 @@ def _span_of(name: str, tensor: torch.Tensor, storages: dict[int, torch.UntypedS
     start = int(tensor.storage_offset()) * tensor.element_size()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     reach = 0 if tensor.numel() == 0 else 1 + sum((n - 1) * int(stride) for n, stride in steps)
-    return _Span(id(storage), start, start + reach * tensor.element_size())
+    return _Span(id(storage), start, start + reach * tensor.element_size(), tensor.element_size())
 
 
 def _require_plain(name: str, tensor: torch.Tensor) -> None:
@@ -125,22 +125,27 @@ def _require_plain(name: str, tensor: torch.Tensor) -> None:
         raise PlanError(f"{name} is a {type(tensor).__name__}; only plain tensors and parameters can be streamed")
     if tensor.layout is not torch.strided:
         raise PlanError(f"{name} has layout {tensor.layout}; only strided tensors can be streamed")
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise PlanError(f"{name} is quantised, conjugated or negated by a flag; its bytes alone do not tell its values")
 
 
 def _lay_regions(spans: Iterable[_Span]) -> tuple[Region, ...]:
-    """Merges overlapping spans and gives each merged run an aligned place, in storage order."""
+    """Merges overlapping spans and gives each merged run an aligned place, in storage order.
+
+    A run starts on an aligned byte, or as far behind one as its views need to stay on multiples of their element size.
+    """
     merged: list[_Span] = []
     for span in sorted((s for s in spans if s.stop > s.start), key=lambda s: (s.storage, s.start)):
-        start = span.start - span.start % _SOURCE_ALIGNMENT_BYTES
         last = merged[-1] if merged else None
-        if last is not None and last.storage == span.storage and start < last.stop:
-            merged[-1] = _Span(last.storage, last.start, max(last.stop, span.stop))
+        if last is not None and last.storage == span.storage and span.start < last.stop:
+            merged[-1] = replace(last, stop=max(last.stop, span.stop), itemsize=max(last.itemsize, span.itemsize))
         else:
-            merged.append(_Span(span.storage, start, span.stop))
-    regions, offset = [], 0
+            merged.append(span)
+    regions, end = [], 0
     for span in merged:
+        offset = _round_up(end, ALIGNMENT_BYTES) + span.start % span.itemsize
         regions.append(Region(span.storage, span.start, span.stop - span.start, offset))
-        offset = _round_up(offset + span.stop - span.start, ALIGNMENT_BYTES)
+        end = offset + span.stop - span.start
     return tuple(regions)
 
 

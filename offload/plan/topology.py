@@ -55,7 +55,7 @@ def held_tensors(module: nn.Module, prefix: str = "") -> list[HeldTensor]:
 
 def is_small_buffer(held: HeldTensor) -> bool:
     """Whether forward may count on writing to it."""
-    return held.is_buffer and held.tensor.nbytes < STREAMED_BUFFER_BYTES
+    return held.is_buffer and held.tensor.numel() * held.tensor.element_size() < STREAMED_BUFFER_BYTES
 
 
 def named(held: Sequence[HeldTensor]) -> list[tuple[str, torch.Tensor]]:

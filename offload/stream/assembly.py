@@ -44,6 +44,7 @@ class StreamedComponent:
             zip(component.block_names, (layout for layout, _ in packed), strict=True)
         )
         self._storages = [storages for _, storages in packed]
+        self._num_taken = 0
 
     def build(self, number: int, device: Device, memory: HostMemory, *, rank: int, num_shards: int) -> Ring:
         """Makes the host store and the ring. The weights stay where they are."""
@@ -63,15 +64,15 @@ class StreamedComponent:
     def consume(self) -> None:
         """Fills the shards from the model's own tensors and makes those away, block by block."""
         for block in self.ring.blocks:
-            self._store.fill(block.index, self._storages[block.index])
+            self._store.fill(block.index, self._storages.pop(0))
+            self._num_taken += 1
             block.binding.unbind()
-            self._storages[block.index] = ()
         self._store.seal()
 
     def restore(self, transport: Transport) -> None:
-        """Gives the model plain host tensors again."""
-        for block in self.ring.blocks:
-            block.binding.rest(transport.collect(block))
+        """Gives the model plain host tensors again, as far as they were taken."""
+        for block in self.ring.blocks[: self._num_taken]:
+            block.binding.release(transport.collect(block))
 
     @property
     def host_bytes(self) -> int:
@@ -88,7 +89,7 @@ def build_transport(config: OffloadConfig, device: Device, mesh: Mesh, layouts: 
     if config.transport == "local":
         return LocalTransport(device, copy_stream)
     largest = max(layout.shard_bytes(config.dp_size) for layout in layouts)
-    staging = StagingRing(device, config.staging_shards * largest)
+    staging = StagingRing(device, num_shards=config.staging_shards, shard_bytes=largest)
     return AllGatherTransport(device, copy_stream, device.stream(), mesh.shard, staging)
 
 

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from offload.device import Device
+from offload.errors import WeightAwayError
 from offload.host.store import copy_range
 from offload.plan.layout import Layout, pack
 from offload.plan.topology import HeldTensor, named
+from offload.stream.views import first_byte, plain_views, separate_views, views_of
+
+_HINT = "disable the offload first"
 
 
 class AwayTensor(torch.Tensor):
@@ -46,11 +50,25 @@ class AwayTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(cls, lambda away: away._lend(), (args, kwargs or {}))
+        kwargs = kwargs or {}
+        for argument, value in (*zip(func._schema.arguments, args, strict=False), *_by_name(func, kwargs)):
+            if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise WeightAwayError(f"{value._name} cannot be written to while it is offloaded; {_HINT}")
+        args, kwargs = tree_map_only(cls, lambda away: away._lend(), (args, kwargs))
         return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise WeightAwayError(f"{self._name} cannot be copied with its module while it is offloaded; {_HINT}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise WeightAwayError(f"{self._name} cannot be stored with its module while it is offloaded; {_HINT}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"AwayTensor({self._name}, shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+
+def _by_name(func: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
 
 
 class Binding:
@@ -71,6 +89,7 @@ class Binding:
         ]
         self._tensors = [h.tensor for h in self._held]
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._num_users = 0
         with torch.inference_mode(False):
             self._away: list[torch.Tensor] = [AwayTensor(h, device, partial(lend, i)) for i, h in enumerate(self._held)]
             self._nothing = [torch.empty(0, dtype=t.dtype, device=device) for t in self._tensors]
@@ -80,10 +99,17 @@ class Binding:
         views = self._views.get(buffer.data_ptr())
         if views is None:
             views = self._views[buffer.data_ptr()] = views_of(self._layout, buffer)
+        self._bind_to(views)
+        self._num_users = _num_users(self._tensors)
+
+    def _bind_to(self, views: list[torch.Tensor]) -> None:
+        for registry, name, index in self._registries:
+            held = registry.get(name)
+            if held is not self._away[index] and held is not self._tensors[index]:
+                raise WeightAwayError(f"{self._held[index].name} was replaced while it was offloaded; {_HINT}")
+            registry[name] = self._tensors[index]
         for tensor, view in zip(self._tensors, views, strict=True):
             tensor.data = view
-        for registry, name, index in self._registries:
-            registry[name] = self._tensors[index]
 
     def unbind(self) -> None:
         """Makes the tensors away."""
@@ -100,11 +126,49 @@ class Binding:
         self._away[number] = self._tensors[number]
         return self._nothing[number]
 
+    @property
+    def requires_grad(self) -> bool:
+        return any(tensor.requires_grad for tensor in self._tensors)
+
     def tensor(self, number: int) -> torch.Tensor:
         return self._tensors[number]
 
     def name(self, number: int) -> str:
         return self._held[number].name
+
+    def release(self, whole: torch.Tensor) -> None:
+        """Ends the travels: the tensors are plain again, on the bytes of `whole` (uint8, on the host).
+
+        What someone put in the place of a tensor meanwhile stays there.
+        """
+        for tensor, view in zip(self._tensors, plain_views(self._layout, whole), strict=True):
+            tensor.data = view
+        for registry, name, index in self._registries:
+            if registry.get(name) is self._away[index]:
+                registry[name] = self._tensors[index]
+        self._views.clear()  # of slots: the away tensors are part of reference cycles, which would keep the slots alive
+
+    def at_rest(self, number: int, whole: torch.Tensor) -> torch.Tensor:
+        """A tensor as a view of the whole layout's bytes on the host, with a storage of its own."""
+        return plain_views(self._layout, whole)[number]
+
+    def without_views(self, output: Any) -> tuple[Any, int]:
+        """`output` with a copy in place of each tensor that looks at the bound buffer, and how many there were."""
+        if not self._tensors:
+            return output, 0
+        buffer = self._tensors[0].untyped_storage().data_ptr()
+        found: dict[int, torch.Tensor] = {}
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() != buffer:
+                return tensor
+            return found.setdefault(id(tensor), tensor.clone())
+
+        return tree_map_only(torch.Tensor, own, output), len(found)
+
+    def num_views_kept(self) -> int:
+        """How many tensors beside the bound ones look at the buffer: views that forward made and that still live."""
+        return _num_users(self._tensors) - self._num_users
 
     def rest(self, buffer: torch.Tensor) -> None:
         """Binds to a buffer that is not one of the slots, and forgets all buffers, so that no view keeps one alive."""
@@ -112,22 +176,19 @@ class Binding:
         self._views.clear()
 
 
-def views_of(layout: Layout, buffer: torch.Tensor) -> list[torch.Tensor]:
-    """The layout's tensors as views of `buffer`, a uint8 tensor that starts on an aligned address."""
-    storage, base = buffer.untyped_storage(), buffer.storage_offset()
-    views = []
-    with torch.inference_mode(False):
-        for place in layout.tensors:
-            empty = torch.empty(0, dtype=place.dtype, device=buffer.device)
-            offset = (base + place.offset_bytes) // place.dtype.itemsize
-            views.append(empty.set_(storage, offset, place.shape, place.stride))
-    return views
-
-
 def place(held: Sequence[HeldTensor], device: Device | None) -> None:
     """Moves tensors for good, to a device or (None) to ordinary host memory. Aliases stay aliases."""
     layout, storages = pack(named(held))
-    buffer = device.empty(layout.num_bytes) if device else torch.empty(layout.num_bytes, dtype=torch.uint8)
-    copy_range(layout, storages, 0, buffer)
-    for h, view in zip(held, views_of(layout, buffer), strict=True):
+    buffers = []
+    for region in layout.regions:
+        first = first_byte(region)
+        num_bytes = region.offset_bytes + region.num_bytes - first
+        buffers.append(device.empty(num_bytes) if device else torch.empty(num_bytes, dtype=torch.uint8))
+        copy_range(layout, storages, first, buffers[-1])
+    for h, view in zip(held, separate_views(layout, buffers), strict=True):
         h.tensor.data = view
+
+
+def _num_users(tensors: Sequence[torch.Tensor]) -> int:
+    """How many tensors look at the storage that these share."""
+    return torch._C._storage_Use_Count(tensors[0].untyped_storage()._cdata) if tensors else 0

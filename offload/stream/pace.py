@@ -26,13 +26,20 @@ class Pace(ABC):
 
     def enter(self, block: StreamBlock) -> None:
         """Called before the block's forward: afterwards its weights are bound."""
+        self._streamer.require_idle(block)  # before any block is skipped, which would free the slot that is being read
         self._reach(block)
         self._streamer.take(block)
 
     def leave(self, block: StreamBlock) -> None:
         """Called after the block's forward, also when it raised or when `enter` did."""
-        if self._streamer.is_using(block):
+        if self._streamer.block_in_use is block:
             self._streamer.release(block)
+
+    def settle(self) -> None:
+        """Closes a visit that was left open: an interrupt from the keyboard passes the hooks by."""
+        block = self._streamer.block_in_use
+        if block is not None:
+            self.leave(block)
 
     @abstractmethod
     def _reach(self, block: StreamBlock) -> None:
@@ -49,7 +56,7 @@ class FreePace(Pace):
     """The pace of one rank that streams for itself."""
 
     def _reach(self, block: StreamBlock) -> None:
-        if not self._streamer.holds(block):
+        if block.was_lent() or not self._streamer.holds(block):
             self._streamer.start_at(block)
         while not self._streamer.is_next(block):
             self._streamer.skip()
@@ -72,7 +79,7 @@ class LockstepPace(Pace):
         self._position = 0  # of the next block in that pass
 
     def leave(self, block: StreamBlock) -> None:
-        if self._streamer.is_using(block):
+        if self._streamer.block_in_use is block:
             self._streamer.release(block)
             self._position += 1
 

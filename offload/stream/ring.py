@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -37,24 +38,38 @@ class StreamBlock:
         self.layout = layout
         self.shard = shard
         self.binding = Binding(held, layout, device, self._lend)
+        self._loans: list[weakref.ref[torch.UntypedStorage]] = []
 
     @property
     def successor(self) -> StreamBlock:
         """The block after this one; after the last comes the first again."""
         return self.ring.blocks[(self.index + 1) % len(self.ring.blocks)]
 
+    def was_lent(self) -> bool:
+        """Whether someone may have written to the bytes at rest since this was last asked, or still can."""
+        lent = bool(self._loans)
+        self._loans = [loan for loan in self._loans if loan() is not None]
+        return lent
+
     def _lend(self, number: int) -> torch.Tensor:
-        """A weight for a component that uses it outside its block's forward (some read their first block's embedder
-        again at the end). The block is visited once for it, and the weight stays on the device from then on.
+        """A weight for someone who uses it outside its block's forward.
+
+        While the component runs, the user is the component itself: some read their first block's embedder again at
+        the end. The block is visited once for it, and the weight stays on the device from then on. At other times it is
+        read where it rests, if this rank has all of it.
 
         Raises:
-            WeightAwayError: the component is not running, so the other ranks would not take part in the visit.
+            WeightAwayError: this rank has only a shard, and the others would not take part in a visit.
         """
         visitor = self.ring.visitor
+        if visitor is None and self.shard.numel() == self.layout.num_bytes:
+            weight = self.binding.at_rest(number, self.shard)
+            self._loans.append(weakref.ref(weight.untyped_storage()))
+            return weight
         if visitor is None:
             raise WeightAwayError(
-                f"{self.binding.name(number)} is on the device only while {self.ring.name} runs; "
-                f"disable the offload to use it outside"
+                f"{self.binding.name(number)} is whole on no rank while {self.ring.name} is not running; "
+                f"disable the offload to use it"
             )
         visitor.enter(self)
         try:

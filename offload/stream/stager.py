@@ -139,7 +139,7 @@ class PinnedModuleStager:
     def restore(self) -> None:
         """Ends the staging: plain host tensors, on the master's pages."""
         self.offload()
-        self._binding.rest(self._master.tensor)
+        self._binding.release(self._master.tensor)
 
     def _rest(self) -> None:
         self._binding.rest(self._master.tensor)

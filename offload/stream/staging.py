@@ -46,9 +46,9 @@ class Span:
 class StagingRing:
     """Hands out spans in a circle."""
 
-    def __init__(self, device: Device, num_bytes: int) -> None:
+    def __init__(self, device: Device, *, num_shards: int, shard_bytes: int) -> None:
         self._device = device
-        self._buffer = device.empty(num_bytes)
+        self._buffer = device.empty(num_shards * _aligned(shard_bytes))
         self._spans: deque[Span] = deque()
         self._head = 0
 
@@ -76,9 +76,13 @@ class StagingRing:
             self._device.event(),
         )
         self._spans.append(span)
-        self._head = -(-span.stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._head = _aligned(span.stop)
         return span
 
     def forget_waiting(self) -> None:
         """Gives up the shards that no all-gather was issued for. Later copies follow them on the same stream."""
         self._spans = deque(span for span in self._spans if span.phase is SpanPhase.GATHERED)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

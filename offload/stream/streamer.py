@@ -30,7 +30,6 @@ class Streamer:
 
     def start_at(self, block: StreamBlock) -> None:
         """Forgets what was on its way and continues from `block`."""
-        self._require_idle(block)
         while self._queue:
             self._queue.popleft().free()
         self._transport.forget()
@@ -44,7 +43,6 @@ class Streamer:
 
     def take(self, block: StreamBlock) -> None:
         """Binds `block` to its slot; from here on the compute stream may read it."""
-        self._require_idle(block)
         slot = self._queue[0]
         slot.take(block)
         slot.ready.wait(self._device.current_stream())
@@ -58,8 +56,20 @@ class Streamer:
         slot.free()
         self._refill()
 
-    def is_using(self, block: StreamBlock) -> bool:
-        return self.is_next(block) and self._queue[0].phase is SlotPhase.IN_USE
+    @property
+    def block_in_use(self) -> StreamBlock | None:
+        """The block between `take` and `release`."""
+        return self._queue[0].block if self._queue and self._queue[0].phase is SlotPhase.IN_USE else None
+
+    def require_idle(self, block: StreamBlock) -> None:
+        """Refuses a visit of `block` inside another visit.
+
+        Raises:
+            SlotError: names both blocks.
+        """
+        busy = self.block_in_use
+        if busy is not None:
+            raise SlotError(f"{block.name} was used inside {busy.name}; blocks cannot be nested")
 
     def _refill(self) -> None:
         assert self._upcoming is not None, "a streamer starts at a block"
@@ -69,8 +79,3 @@ class Streamer:
             self._queue.append(slot)
             self._upcoming = self._upcoming.successor
         self._transport.stage_ahead(self._upcoming)
-
-    def _require_idle(self, block: StreamBlock) -> None:
-        if self._queue and self._queue[0].phase is SlotPhase.IN_USE:
-            busy = self._queue[0].block
-            raise SlotError(f"{block.name} was entered inside {busy and busy.name}; blocks cannot be nested")

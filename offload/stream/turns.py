@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 from torch import nn
@@ -15,13 +14,23 @@ from offload.stream.stager import BoundedAllocatorCache, VisitingStager
 class Turns:
     """The staged components of a pipeline, by path. One without a stager can take a turn too: the others leave."""
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], device: Device, memory: HostMemory) -> None:
-        copy_stream, cache = device.stream(), BoundedAllocatorCache(device)
+    def __init__(self, device: Device, memory: HostMemory) -> None:
+        self._device = device
+        self._memory = memory
+        self._copy_stream = device.stream()
+        self._cache = BoundedAllocatorCache(device)
         self._stagers: dict[str, VisitingStager] = {}
-        for path, module in modules:
-            self._stagers[path] = VisitingStager(
-                module, device, memory, partial(self.take, path), copy_stream=copy_stream, cache_retention=cache
-            )
+
+    def add(self, path: str, module: nn.Module) -> None:
+        """Stages a component from now on."""
+        self._stagers[path] = VisitingStager(
+            module,
+            self._device,
+            self._memory,
+            partial(self.take, path),
+            copy_stream=self._copy_stream,
+            cache_retention=self._cache,
+        )
 
     def take(self, path: str) -> None:
         """Makes `path` the component on the device."""
