@@ -38,6 +38,7 @@ STRATEGIES = {strategy.short_name: strategy for strategy in OffloadStrategy}
 TRANSPORTS = ("auto", "local", "allgather")
 MODELS = ("demo", "diffusers")
 TASKS = ("generate",)
+PLACEMENTS = ("even", "head")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -78,6 +79,28 @@ class TransportSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResidencySettings:
+    blocks: Any = setting("denoiser blocks that stay on the device: a number, a list of indices, or all", 0)
+    placement: str = setting(
+        "where a number of resident blocks goes: even (spread out) or head (the first ones)", "even"
+    )
+    shard_fraction: float = setting("part of every other block's shard that stays on the device, 0 to 1", 0.0)
+
+    def __post_init__(self) -> None:
+        check_choice("residency.placement", self.placement, PLACEMENTS)
+        if not 0 <= self.shard_fraction <= 1:
+            raise SettingsError("residency.shard_fraction", self.shard_fraction, "it must be from 0 to 1")
+        numbers = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
+        if self.blocks != "all" and not all(type(number) is int and number >= 0 for number in numbers):
+            allowed = "it must be a number of blocks, a list of their indices, or all"
+            raise SettingsError("residency.blocks", self.blocks, allowed)
+
+    @property
+    def is_none(self) -> bool:
+        return self.blocks in (0, ()) and self.shard_fraction == 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     name: str = setting("demo (built in) or diffusers (a pipeline directory on disk)", "demo")
     path: str | None = setting("directory of a diffusers pipeline: model_index.json and safetensors", None)
@@ -115,6 +138,7 @@ class Settings:
 
     strategy: StrategySettings = setting("how weights are offloaded", factory=StrategySettings)
     transport: TransportSettings = setting("how a block reaches the device", factory=TransportSettings)
+    residency: ResidencySettings = setting("what stays on the device", factory=ResidencySettings)
     model: ModelSettings = setting("what to run", factory=ModelSettings)
     task: TaskSettings = setting("what to do", factory=TaskSettings)
 
@@ -152,13 +176,20 @@ class Settings:
 
     def offload_config(self, world_size: int) -> OffloadConfig:
         """What the backends need to know, checked against the number of ranks."""
+        strategy = STRATEGIES[self.strategy.name]
+        if not strategy.streams and not self.residency.is_none:
+            allowed = f"strategy={strategy.value} streams no blocks; use layer_wise or dlo"
+            raise SettingsError("residency", f"{self.residency.blocks}, {self.residency.shard_fraction}", allowed)
         return OffloadConfig.for_world(
-            STRATEGIES[self.strategy.name],
+            strategy,
             self.dp_size,
             self.transport.name,
             world_size,
             pin_cpu_memory=self.strategy.pin_memory,
             staging_shards=self.transport.staging_shards,
+            resident_blocks=self.residency.blocks,
+            resident_placement=self.residency.placement,
+            shard_fraction=self.residency.shard_fraction,
         )
 
 
@@ -171,6 +202,9 @@ class OffloadConfig:
     transport: str = "local"
     pin_cpu_memory: bool = True
     staging_shards: int = 4
+    resident_blocks: int | tuple[int, ...] | str = 0
+    resident_placement: str = "even"
+    shard_fraction: float = 0.0
 
     @classmethod
     def for_world(

@@ -193,12 +193,16 @@ class HostEvent:
 
 
 class CpuDevice(Device):
-    """The host as its own device; `peak_bytes` counts what `empty` handed out, since the allocator does not tell."""
+    """The host as its own device; `peak_bytes` counts what `empty` handed out, since the allocator does not tell.
+
+    Attributes:
+        held_bytes: what `empty` handed out and is still in use.
+    """
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self._only_stream = HostStream()
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._peak_bytes = 0
 
     def stream(self) -> HostStream:
@@ -218,19 +222,19 @@ class CpuDevice(Device):
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         tensor = torch.empty(num_bytes, dtype=torch.uint8)
-        self._held_bytes += num_bytes
-        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        self.held_bytes += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self.held_bytes)
         weakref.finalize(tensor.untyped_storage(), self._release, num_bytes)
         return tensor
 
     def _release(self, num_bytes: int) -> None:
-        self._held_bytes -= num_bytes
+        self.held_bytes -= num_bytes
 
     def peak_bytes(self) -> int:
         return self._peak_bytes
 
     def reset_peak(self) -> None:
-        self._peak_bytes = self._held_bytes
+        self._peak_bytes = self.held_bytes
 
 
 def open_device(name: str, local_rank: int = 0) -> Device:

@@ -6,7 +6,7 @@ forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,25 +58,26 @@ class ComponentHook:
     ends.
     """
 
-    def __init__(self, path: str, turns: Turns, ring: Ring | None = None, pace: Pace | None = None) -> None:
+    def __init__(self, path: str, turns: Turns, rings: Sequence[Ring] = (), pace: Pace | None = None) -> None:
         self._path = path
         self._turns = turns
-        self._ring = ring
+        self._rings = tuple(rings)
         self._pace = pace
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._turns.take(self._path)
-        if self._ring is not None and self._pace is not None:
+        if self._pace is not None:
             self._pace.settle()
-            self._ring.visitor = self._pace
+        self._turns.take(self._path)
+        for ring in self._rings:
+            ring.visitor = self._pace
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        if self._ring is not None:
-            self._ring.visitor = None
+        for ring in self._rings:
+            ring.visitor = None
         return output
 
 

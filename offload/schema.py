@@ -151,5 +151,7 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
             value = _free_form(value)
         if is_dataclass(hints[key]):
             value = _build(hints[key], value, f"{prefix}{key}.")
-        arguments[key] = tuple(str(item) for item in value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = tuple(str(item) if hints[key] == tuple[str, ...] | None else item for item in value)
+        arguments[key] = value
     return cls(**arguments)

@@ -1,4 +1,4 @@
-"""Layouts keep every byte, alias and stride; shards are equal and hold nothing twice; what cannot be packed is named."""
+"""Layouts keep every byte, alias and stride; shards are equal and hold nothing twice; what cannot be packed is refused."""
 
 from __future__ import annotations
 

@@ -27,13 +27,18 @@ class OffloadFigures:
     Attributes:
         host_weight_bytes: weights in host memory that the strategy keeps: shards of blocks, or masters of whole
         components. staged_bytes: masters of components that a streaming strategy stages whole beside its blocks.
+        resident_bytes: blocks and parts of shards that are on the device while a denoiser works.
+        h2d_bytes: what streaming copied to the device (under model_level, what staging did).
+        staged_h2d_bytes: what staging and loading residents copied beside a stream.
         streamed_block_bytes: the bytes of all streaming blocks, before sharding.
     """
 
     host_weight_bytes: int = 0
     staged_bytes: int = 0
     pinned_bytes: int = 0
+    resident_bytes: int = 0
     h2d_bytes: int = 0
+    staged_h2d_bytes: int = 0
     allgather_bytes: int = 0
     streamed_block_bytes: int = 0
 

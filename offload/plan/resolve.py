@@ -15,6 +15,7 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.errors import PlanError
 from offload.plan.layout import Layout
+from offload.plan.residency import resident_indices
 from offload.plan.topology import Split, split_component
 
 _DIT_NAMES = ("transformer", "dit", "unet")
@@ -28,11 +29,21 @@ class BlockStack:
 
     Attributes:
         attrs: paths, inside the component, of the containers that contributed blocks.
+        resident_indices: of the blocks that stay on the device; the others stream.
     """
 
     blocks: tuple[nn.Module, ...]
     names: tuple[str, ...]
     attrs: tuple[str, ...] = ()
+    resident_indices: tuple[int, ...] = ()
+
+    @property
+    def resident(self) -> tuple[nn.Module, ...]:
+        return tuple(self.blocks[index] for index in self.resident_indices)
+
+    @property
+    def streaming(self) -> tuple[nn.Module, ...]:
+        return tuple(block for index, block in enumerate(self.blocks) if index not in self.resident_indices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +58,10 @@ class ResolvedComponent:
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
         return tuple(block for stack in self.stacks for block in stack.blocks)
+
+    @property
+    def resident_blocks(self) -> tuple[nn.Module, ...]:
+        return tuple(block for stack in self.stacks for block in stack.resident)
 
     @property
     def block_names(self) -> tuple[str, ...]:
@@ -84,7 +99,7 @@ def resolve_offload_plan(pipeline: Any, config: OffloadConfig) -> ResolvedOffloa
     for path, module in _components(pipeline).items():
         role = _role(path)
         streams = config.strategy.streams and role == "dit"
-        stacks = _find_stacks(module) if streams else ()
+        stacks = _find_stacks(module, config) if streams else ()
         roles[role].append(ResolvedComponent(path, module, bool(stacks) if streams else role != "resident", stacks))
     plan = ResolvedOffloadPlan(*(tuple(found) for found in roles.values()))
     _require_something_to_do(pipeline, plan, config)
@@ -110,7 +125,7 @@ def _role(path: str) -> str:
     return "resident"
 
 
-def _find_stacks(module: nn.Module) -> tuple[BlockStack, ...]:
+def _find_stacks(module: nn.Module, config: OffloadConfig) -> tuple[BlockStack, ...]:
     """The block containers of a DiT, as one stack in registration order; a block that appears twice counts once."""
     lists = list(_outermost_lists(module))
     hints = {*(getattr(module, "_repeated_blocks", None) or ()), *(getattr(module, "_no_split_modules", None) or ())}
@@ -123,7 +138,8 @@ def _find_stacks(module: nn.Module) -> tuple[BlockStack, ...]:
     if not blocks:
         return ()
     names, modules = zip(*blocks.values(), strict=True)
-    return (BlockStack(modules, names, tuple(path for path, _ in hinted or lists)),)
+    residents = resident_indices(len(modules), config.resident_blocks, config.resident_placement)
+    return (BlockStack(modules, names, tuple(path for path, _ in hinted or lists), residents),)
 
 
 def _outermost_lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:

@@ -46,8 +46,10 @@ class RankRecord:
     host_weight_bytes: int
     staged_bytes: int
     pinned_bytes: int
+    resident_bytes: int
     device_peak_bytes: int
     h2d_bytes: int
+    staged_h2d_bytes: int
     allgather_bytes: int
     streamed_block_bytes: int
 

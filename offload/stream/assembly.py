@@ -7,6 +7,7 @@ time, so that a host never holds more than one block twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from offload.config import OffloadConfig
 from offload.device import Device
@@ -25,11 +26,13 @@ from offload.stream.transport import AllGatherTransport, LocalTransport, Transpo
 
 
 class StreamedComponent:
-    """One component's blocks: their plan, their store and their ring.
+    """One component's blocks: their plan, their store, and the rings that they travel in.
 
     Attributes:
-        layouts: of each block, by full name.
+        layouts: of each block, by full name, in the model's order.
         remainder: the component's other tensors, which stay on the device.
+        blocks: all of them, in the model's order, once built.
+        streaming, residents: the rings of those that travel in every pass and of those that stay; None where empty.
     """
 
     def __init__(self, component: ResolvedComponent) -> None:
@@ -44,34 +47,39 @@ class StreamedComponent:
             zip(component.block_names, (layout for layout, _ in packed), strict=True)
         )
         self._storages = [storages for _, storages in packed]
+        resident = {id(module) for module in component.resident_blocks}
+        self._stays = [id(module) in resident for module in component.blocks]
         self._num_taken = 0
 
-    def build(self, number: int, device: Device, memory: HostMemory, *, rank: int, num_shards: int) -> Ring:
-        """Makes the host store and the ring. The weights stay where they are."""
+    def build(self, first_number: int, device: Device, memory: HostMemory, *, rank: int, num_shards: int) -> list[Ring]:
+        """Makes the host store and the rings, numbered from `first_number`. The weights stay where they are."""
         self._store = HostStore(memory, list(self.layouts.values()), rank=rank, num_shards=num_shards)
-        self.ring = Ring(
-            number,
-            self.path,
-            [
-                StreamBlock(name, layout, held, shard, device.torch)
-                for (name, layout), held, shard in zip(
-                    self.layouts.items(), self._held, self._store.shards, strict=True
-                )
-            ],
-        )
-        return self.ring
+        self.blocks = [
+            StreamBlock(name, layout, held, shard, device.torch)
+            for (name, layout), held, shard in zip(self.layouts.items(), self._held, self._store.shards, strict=True)
+        ]
+        staying = [block for block, stays in zip(self.blocks, self._stays, strict=True) if stays]
+        moving = [block for block, stays in zip(self.blocks, self._stays, strict=True) if not stays]
+        self.residents = Ring(first_number, self.path, staying) if staying else None
+        number = first_number + (self.residents is not None)
+        self.streaming = Ring(number, self.path, moving) if moving else None
+        return self.rings
+
+    @property
+    def rings(self) -> list[Ring]:
+        return [ring for ring in (self.residents, self.streaming) if ring is not None]
 
     def consume(self) -> None:
         """Fills the shards from the model's own tensors and makes those away, block by block."""
-        for block in self.ring.blocks:
-            self._store.fill(block.index, self._storages.pop(0))
+        for index, block in enumerate(self.blocks):
+            self._store.fill(index, self._storages.pop(0))
             self._num_taken += 1
             block.binding.unbind()
         self._store.seal()
 
     def restore(self, transport: Transport) -> None:
         """Gives the model plain host tensors again, as far as they were taken."""
-        for block in self.ring.blocks[: self._num_taken]:
+        for block in self.blocks[: self._num_taken]:
             block.binding.release(transport.collect(block))
 
     @property
@@ -79,13 +87,14 @@ class StreamedComponent:
         return sum(shard.numel() for shard in self._store.shards)
 
     @property
-    def block_bytes(self) -> int:
-        return sum(layout.num_bytes for layout in self.layouts.values())
+    def streamed_bytes(self) -> int:
+        return sum(block.layout.num_bytes for block in self.streaming.blocks) if self.streaming else 0
 
 
-def build_transport(config: OffloadConfig, device: Device, mesh: Mesh, layouts: Sequence[Layout]) -> Transport:
-    """The transport that the config names, with its streams and its staging."""
-    copy_stream = device.stream()
+def build_transport(
+    config: OffloadConfig, device: Device, mesh: Mesh, layouts: Sequence[Layout], copy_stream: Any
+) -> Transport:
+    """The transport that the config names, with its staging."""
     if config.transport == "local":
         return LocalTransport(device, copy_stream)
     largest = max(layout.shard_bytes(config.dp_size) for layout in layouts)

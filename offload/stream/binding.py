@@ -90,6 +90,7 @@ class Binding:
         self._tensors = [h.tensor for h in self._held]
         self._views: dict[int, list[torch.Tensor]] = {}
         self._num_users = 0
+        self._buffer: torch.Tensor | None = None
         with torch.inference_mode(False):
             self._away: list[torch.Tensor] = [AwayTensor(h, device, partial(lend, i)) for i, h in enumerate(self._held)]
             self._nothing = [torch.empty(0, dtype=t.dtype, device=device) for t in self._tensors]
@@ -100,6 +101,7 @@ class Binding:
         if views is None:
             views = self._views[buffer.data_ptr()] = views_of(self._layout, buffer)
         self._bind_to(views)
+        self._buffer = buffer
         self._num_users = _num_users(self._tensors)
 
     def _bind_to(self, views: list[torch.Tensor]) -> None:
@@ -111,8 +113,14 @@ class Binding:
         for tensor, view in zip(self._tensors, views, strict=True):
             tensor.data = view
 
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Copies the bytes that the tensors look at now into `out`, a uint8 buffer of the layout's size."""
+        assert self._buffer is not None, "only bound tensors have bytes"
+        out.copy_(self._buffer[: out.numel()], non_blocking=True)
+
     def unbind(self) -> None:
         """Makes the tensors away."""
+        self._buffer = None
         for registry, name, index in self._registries:
             registry[name] = self._away[index]
         for tensor, nothing in zip(self._tensors, self._nothing, strict=True):
@@ -141,6 +149,7 @@ class Binding:
 
         What someone put in the place of a tensor meanwhile stays there.
         """
+        self._buffer = None
         for tensor, view in zip(self._tensors, plain_views(self._layout, whole), strict=True):
             tensor.data = view
         for registry, name, index in self._registries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +27,7 @@ class StreamBlock:
 
     Attributes:
         shard: this rank's part of the block on the host, uint8.
+        kept_shard: the first bytes of the shard that are on the device, uint8; often none.
     """
 
     ring: Ring
@@ -37,6 +39,7 @@ class StreamBlock:
         self.name = name
         self.layout = layout
         self.shard = shard
+        self.kept_shard = shard[:0]
         self.binding = Binding(held, layout, device, self._lend)
         self._loans: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -78,11 +81,20 @@ class StreamBlock:
             visitor.leave(self)
 
 
+@dataclass
+class Traffic:
+    """Bytes that this rank moved."""
+
+    h2d_bytes: int = 0
+    allgather_bytes: int = 0
+
+
 class Ring:
     """The streaming blocks of one component, in visiting order.
 
     Attributes:
         number: the ring's place among all rings, the same on every rank.
+        traffic: what travelled for the ring's blocks.
         visitor: who opens visits while the component's forward runs; None outside.
     """
 
@@ -91,5 +103,6 @@ class Ring:
         self.name = name
         self.blocks = tuple(blocks)
         self.visitor: Visitor | None = None
+        self.traffic = Traffic()
         for index, block in enumerate(self.blocks):
             block.ring, block.index = self, index

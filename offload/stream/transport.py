@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +15,21 @@ from offload.stream.slots import Slot
 from offload.stream.staging import Span, SpanPhase, StagingRing
 
 
-@dataclass
-class Traffic:
-    """Bytes that this rank moved."""
-
-    h2d_bytes: int = 0
-    allgather_bytes: int = 0
-
-
 class Transport(ABC):
     """Moves blocks into slots, on streams of its own. Nothing here waits on the host."""
 
-    def __init__(self) -> None:
-        self.traffic = Traffic()
+    def __init__(self, device: Device, copy_stream: Any) -> None:
+        self._device = device
+        self._copy = copy_stream
+
+    def _bring(self, block: StreamBlock, out: torch.Tensor) -> None:
+        """This rank's shard into `out`, on the current stream: what is kept on the device from there, else by H2D."""
+        num_kept = block.kept_shard.numel()
+        if num_kept:
+            out[:num_kept].copy_(block.kept_shard, non_blocking=True)
+        if num_kept < block.shard.numel():
+            out[num_kept:].copy_(block.shard[num_kept:], non_blocking=True)
+        block.ring.traffic.h2d_bytes += block.shard.numel() - num_kept
 
     @abstractmethod
     def fill(self, block: StreamBlock, slot: Slot) -> None:
@@ -48,17 +49,11 @@ class Transport(ABC):
 class LocalTransport(Transport):
     """One H2D copy straight into the slot, of a block that this rank holds whole."""
 
-    def __init__(self, device: Device, copy_stream: Any) -> None:
-        super().__init__()
-        self._device = device
-        self._copy = copy_stream
-
     def fill(self, block: StreamBlock, slot: Slot) -> None:
         with self._device.on(self._copy):
             slot.last_use.wait(self._copy)
-            slot.buffer[: block.shard.numel()].copy_(block.shard, non_blocking=True)
+            self._bring(block, slot.buffer[: block.shard.numel()])
             slot.ready.record(self._copy)
-        self.traffic.h2d_bytes += block.shard.numel()
 
     def collect(self, block: StreamBlock) -> torch.Tensor:
         return block.shard
@@ -74,9 +69,8 @@ class AllGatherTransport(Transport):
     def __init__(
         self, device: Device, copy_stream: Any, comm_stream: Any, shard_group: RankGroup, staging: StagingRing
     ) -> None:
-        super().__init__()
-        self._device = device
-        self._copy, self._comm = copy_stream, comm_stream
+        super().__init__(device, copy_stream)
+        self._comm = comm_stream
         self._group = shard_group
         self._staging = staging
         self._staged: deque[tuple[StreamBlock, Span]] = deque()
@@ -100,7 +94,7 @@ class AllGatherTransport(Transport):
             span.gathered.record(self._comm)
             slot.ready.record(self._comm)
         span.phase = SpanPhase.GATHERED
-        self.traffic.allgather_bytes += out.numel()
+        block.ring.traffic.allgather_bytes += out.numel()
 
     def collect(self, block: StreamBlock) -> torch.Tensor:
         shard = block.shard.to(self._device.torch)
@@ -117,8 +111,7 @@ class AllGatherTransport(Transport):
         if span is None:
             return False
         with self._device.on(self._copy):
-            span.tensor.copy_(block.shard, non_blocking=True)
+            self._bring(block, span.tensor)
             span.arrived.record(self._copy)
         self._staged.append((block, span))
-        self.traffic.h2d_bytes += block.shard.numel()
         return True

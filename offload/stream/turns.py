@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 from torch import nn
 
@@ -11,8 +12,16 @@ from offload.host.pages import HostMemory
 from offload.stream.stager import BoundedAllocatorCache, VisitingStager
 
 
+class Visitor(Protocol):
+    """What comes to the device for a turn and leaves after it."""
+
+    def load(self) -> None: ...
+    def offload(self) -> None: ...
+    def restore(self) -> None: ...
+
+
 class Turns:
-    """The staged components of a pipeline, by path. One without a stager can take a turn too: the others leave."""
+    """The components of a pipeline that come and go, by path. Any other can take a turn too: these leave."""
 
     def __init__(self, device: Device, memory: HostMemory) -> None:
         self._device = device
@@ -20,10 +29,15 @@ class Turns:
         self._copy_stream = device.stream()
         self._cache = BoundedAllocatorCache(device)
         self._stagers: dict[str, VisitingStager] = {}
+        self._visitors: dict[str, Visitor] = {}
+
+    def add_visitor(self, path: str, visitor: Visitor) -> None:
+        """Gives the component at `path` something to bring along."""
+        self._visitors[path] = visitor
 
     def add(self, path: str, module: nn.Module) -> None:
         """Stages a component from now on."""
-        self._stagers[path] = VisitingStager(
+        self._visitors[path] = self._stagers[path] = VisitingStager(
             module,
             self._device,
             self._memory,
@@ -34,16 +48,16 @@ class Turns:
 
     def take(self, path: str) -> None:
         """Makes `path` the component on the device."""
-        for other, stager in self._stagers.items():
+        for other, visitor in self._visitors.items():
             if other != path:
-                stager.offload()
-        if path in self._stagers:
-            self._stagers[path].load()
+                visitor.offload()
+        if path in self._visitors:
+            self._visitors[path].load()
 
     def restore(self) -> None:
         """Ends the turns: every component gets plain host tensors."""
-        for stager in self._stagers.values():
-            stager.restore()
+        for visitor in self._visitors.values():
+            visitor.restore()
 
     @property
     def num_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,16 +112,8 @@ def _report(
     context: RankContext, backend: OffloadBackend, step_seconds: list[float], images: list[ImageRecord]
 ) -> None:
     """Gathers every rank's figures; rank zero writes the report and the sheet, and shows the table."""
-    figures = backend.figures()
     rank = RankRecord(
-        rank=context.mesh.info.rank,
-        device_peak_bytes=context.device.peak_bytes(),
-        host_weight_bytes=figures.host_weight_bytes,
-        staged_bytes=figures.staged_bytes,
-        pinned_bytes=figures.pinned_bytes,
-        h2d_bytes=figures.h2d_bytes,
-        allgather_bytes=figures.allgather_bytes,
-        streamed_block_bytes=figures.streamed_block_bytes,
+        rank=context.mesh.info.rank, device_peak_bytes=context.device.peak_bytes(), **asdict(backend.figures())
     )
     gathered = context.mesh.world.gather((rank, step_seconds, images))
     if not context.is_zero:
