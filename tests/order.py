@@ -8,7 +8,8 @@ event's record and wait, every synchronisation. `conflicts` then asks of the rec
 - Work on one stream runs in the order of issue, and work on different streams in any order, unless an event says
   otherwise. The host's own order says nothing about the streams, except that nothing starts before it is issued.
 - The host runs ahead of all streams. It waits for a stream only where PyTorch does: in a copy between host and device
-  that is not `non_blocking`, in whatever returns numbers instead of tensors, and in `synchronize`.
+  that is not `non_blocking`, in whatever answers with elements instead of tensors, and in `synchronize`.
+- Host pages that a backend gives back must not be on their way to the device any more.
 - Device memory belongs to the stream on which it was allocated, as in PyTorch's caching allocator: what is freed can be
   handed out again at once, to work that comes later on that stream. So an allocation and a release both count as a
   write to the whole buffer, on that stream. An address that is used again is another buffer, so that the true life of
@@ -32,12 +33,14 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.device import CpuDevice, HostEvent, HostStream
+from offload.device import CpuDevice, Device, HostEvent, HostStream
+from offload.host.pages import HostPages
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("stream", "host", "backends", "hooks.py")
@@ -46,6 +49,9 @@ ORDERING_CALLS = ("record", "wait", "synchronize")
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that have bytes; the others stand for one that has."""
+
+ANSWERS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+"""Operations whose results are numbers on the host, which waits for them."""
 
 HOST, COMPUTE = 0, 1
 """Numbers of the host and of the stream that is current outside every `on`."""
@@ -110,6 +116,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Synchronize:
+    """The host waits for an event, or (None) for all streams."""
+
+    event: int | None
     site: Site
 
 
@@ -118,6 +127,9 @@ class End:
     """A buffer is gone."""
 
     buffer: int
+
+
+Entry = Work | Record | Wait | Synchronize | End
 
 
 @dataclass
@@ -129,7 +141,7 @@ class Trace:
         buffers: what each buffer is, by number.
     """
 
-    entries: list[Work | Record | Wait | Synchronize | End] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     streams: list[str] = field(default_factory=lambda: ["the host", "the compute stream"])
     buffers: list[str] = field(default_factory=list)
 
@@ -190,7 +202,8 @@ class _Judge:
             elif isinstance(entry, Wait):
                 _join(self._clock(entry.stream), self._events.get(entry.event, {}))
             else:
-                for clock in list(self._clocks.values()):
+                clocks = list(self._clocks.values()) if entry.event is None else [self._events.get(entry.event, {})]
+                for clock in clocks:
                     _join(self._clocks[HOST], clock)
         return list(self._found)
 
@@ -261,6 +274,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.trace = Trace()
+        self.active = False
         self.stack = [COMPUTE]
         self._starts: list[int] = []
         self._live: dict[int, _Buffer] = {}
@@ -268,6 +282,10 @@ class Recorder:
     @property
     def stream(self) -> int:
         return self.stack[-1]
+
+    def add(self, entry: Entry) -> None:
+        if self.active:
+            self.trace.entries.append(entry)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return self._find(tensor) is not None
@@ -307,12 +325,12 @@ class Recorder:
         self._starts.remove(buffer.start)
         if buffer.home is not None:
             self._touch_whole(buffer, "its release")
-        self.trace.entries.append(End(buffer.number))
+        self.add(End(buffer.number))
 
     def _touch_whole(self, buffer: _Buffer, name: str) -> None:
         assert buffer.home is not None
         whole = Access(buffer.number, 0, buffer.stop - buffer.start, True)
-        self.trace.entries.append(Work(buffer.home, name, _line(_issuer()), (whole,)))
+        self.add(Work(buffer.home, name, _line(_issuer()), (whole,)))
 
     def access(self, tensor: torch.Tensor, writes: bool) -> Access | None:
         """The bytes from a tensor's first element to its last."""
@@ -344,7 +362,7 @@ class Recorder:
         accesses = [self.access(tensor, writing) for tensor, writing in pairs]
         found = tuple(access for access in accesses if access is not None)
         if found:
-            self.trace.entries.append(Work(stream, name, _line(_issuer()), found, host_waits))
+            self.add(Work(stream, name, _line(_issuer()), found, host_waits))
 
 
 @dataclass(frozen=True)
@@ -352,13 +370,12 @@ class _Effect:
     """What an operation's schema says about its arguments.
 
     Attributes:
-        touches: false for views, which only make another tensor on the same bytes.
+        touches: false for views, which only make another tensor on the same bytes, and for questions about tensors.
         written: names of the arguments that it writes to.
     """
 
     touches: bool
     written: frozenset[str]
-    returns_numbers: bool
 
 
 @cache
@@ -368,12 +385,10 @@ def _effect_of(function: Any) -> _Effect:
     written = {a.name for a in aliased if a.alias_info.is_write}
     if schema.name.startswith("c10d::"):
         written = {a.name for a in schema.arguments if a.name.startswith("output")}  # its schema does not say so
-    types = {str(result.type) for result in schema.returns}
-    return _Effect(
-        touches=schema.name != "aten::set_" and len(aliased) == len(written & {a.name for a in aliased}),
-        written=frozenset(written),
-        returns_numbers=bool(types) and not any("Tensor" in name for name in types),
-    )
+    is_view = len(aliased) > len(written & {a.name for a in aliased}) or schema.name == "aten::set_"
+    returns_tensors = any("Tensor" in str(result.type) for result in schema.returns)
+    touches = not is_view and (returns_tensors or schema.name in ANSWERS or not schema.returns)
+    return _Effect(touches, frozenset(written))
 
 
 class _Operations(TorchDispatchMode):
@@ -415,7 +430,7 @@ class _Operations(TorchDispatchMode):
                 writes.append(made)
                 sides.add(home is not None)
         crosses = name in ("copy_", "_to_copy") and len(sides) > 1 and not given.get("non_blocking")
-        recorder.work(name, stream, reads, writes, on_device and (effect.returns_numbers or crosses))
+        recorder.work(name, stream, reads, writes, on_device and (crosses or func._schema.name in ANSWERS))
 
 
 class _HostReads(TorchFunctionMode):
@@ -454,11 +469,14 @@ class RecordingEvent(HostEvent):
     def record(self, stream: RecordingStream | None = None) -> None:
         super().record(stream)
         where = stream.number if stream is not None else self._recorder.stream
-        self._recorder.trace.entries.append(Record(self._number, where, _site(sys._getframe(1))))
+        self._recorder.add(Record(self._number, where, _site(sys._getframe(1))))
 
     def wait(self, stream: RecordingStream | None = None) -> None:
         where = stream.number if stream is not None else self._recorder.stream
-        self._recorder.trace.entries.append(Wait(self._number, where, _site(sys._getframe(1))))
+        self._recorder.add(Wait(self._number, where, _site(sys._getframe(1))))
+
+    def synchronize(self) -> None:
+        self._recorder.add(Synchronize(self._number, _site(sys._getframe(1))))
 
 
 class RecordingDevice(CpuDevice):
@@ -481,8 +499,21 @@ class RecordingDevice(CpuDevice):
 
     @contextmanager
     def recording(self) -> Iterator[Trace]:
-        with _HostReads(self._recorder), _Operations(self._recorder, self.torch):
-            yield self.trace
+        recorder = self._recorder
+        close = HostPages.close
+
+        def closed(pages: HostPages, device: Device) -> None:
+            """A copy from pages that are no longer registered fails, so closing has to wait as a write has."""
+            recorder.work("the end of its registration", HOST, [], [pages.tensor], False)
+            close(pages, device)
+
+        recorder.active = True
+        try:
+            with pytest.MonkeyPatch.context() as patch, _HostReads(recorder), _Operations(recorder, self.torch):
+                patch.setattr(HostPages, "close", closed)
+                yield self.trace
+        finally:
+            recorder.active = False  # buffers that outlive the recording are nobody's concern
 
     def stream(self) -> RecordingStream:
         self._streams.append(RecordingStream(self._recorder.add_stream()))
@@ -504,7 +535,7 @@ class RecordingDevice(CpuDevice):
             self._recorder.stack.pop()
 
     def synchronize(self) -> None:
-        self.trace.entries.append(Synchronize(_site(sys._getframe(1))))
+        self._recorder.add(Synchronize(None, _site(sys._getframe(1))))
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         with torch._C._DisableTorchDispatch():
@@ -516,8 +547,9 @@ class RecordingDevice(CpuDevice):
 
 def _issuer() -> FrameType:
     """The frame of `offload/` that is running, or else that of whoever runs."""
+    here = sys._getframe(1)
     outside = None
-    frame = sys._getframe(1)
+    frame: FrameType | None = here
     while frame is not None:
         kind = _kind(frame.f_code)
         if kind == "offload":
@@ -525,8 +557,7 @@ def _issuer() -> FrameType:
         if kind == "other" and outside is None:
             outside = frame
         frame = frame.f_back
-    assert outside is not None
-    return outside
+    return outside or here  # a thread of PyTorch's own may be the last to drop a buffer
 
 
 @cache

@@ -1,41 +1,37 @@
-"""On a device with real streams, every access that must wait for another one does: for every transport and walk."""
+"""On a device with real streams everything that has to wait does: over every transport, ring and walk."""
 
 # ruff: noqa: F401, F811 - tests take the imported fixture `ranks` as an argument
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offload.backends import OffloadBackend, enable_offload
+from offload.backends import enable_offload
 from offload.config import STRATEGIES, OffloadConfig
 from offload.host.pages import HostMemory
 from offload.mesh import Mesh
-from offload.stream.stager import BoundedAllocatorCache, PinnedModuleStager, VisitingStager
-from offload.stream.staging import Span
-from tests.models import Pipeline, TextEncoder, Vae, build, inputs, make, tensors_of
-from tests.order import COMPUTE, RecordingDevice, RecordingEvent, RecordingStream, Trace, conflicts
+from offload.stream.stager import PinnedModuleStager
+from offload.stream.turns import Turns
+from tests.models import Block, Denoiser, Pipeline, TextEncoder, Vae, build, inputs, make, stack, tensors_of
+from tests.order import RecordingDevice, Trace, conflicts, written_sites
 from tests.ranks import PEER_LIMIT_SECONDS, RankPool, ranks
 
-Walk = Sequence[Sequence[int] | None]
-"""The blocks that each pass visits; None visits the whole ring."""
-
-THREE_PASSES: Walk = (None, None, None)
-SKIPS: Walk = ((0, 1, 3), (0, 4), None, (), None)
-REPEATS: Walk = ((0, 0, 1, 1, 1, 2, 4), (1, 2, 1, 2), (3, 3), None)
-REORDERS: Walk = ((4, 3, 2, 1, 0), (2,), (1, 0, 3, 2), None)
-
-
-class BlockError(Exception):
-    """What goes wrong inside a block."""
+WALKS: dict[str, Sequence[Sequence[int] | None]] = {
+    "": (None, None, None),
+    "skips": ((0, 1, 3), (0, 4), None, (), None),
+    "repeats": ((0, 0, 1, 1, 1, 2, 4), (1, 2, 1, 2), (3, 3), None),
+    "reorders": ((4, 3, 2, 1, 0), (2,), (1, 0, 3, 2), None),
+}
+"""The blocks that each pass visits; None stands for the whole ring."""
 
 
 @dataclass(frozen=True)
@@ -43,57 +39,143 @@ class Scenario:
     """A world, how it offloads, and what it computes.
 
     Attributes:
+        models: denoisers that share slots; a pass is one forward of each of them.
         options: of the offload config, beside the strategy and what follows from the number of ranks.
-        models: denoisers that share slots; each pass is one forward of each of them.
-        fails: some passes end inside a block.
+        fails: in some passes a block raises.
+        alone: the pipeline has no other components.
     """
 
     strategy: str
     num_ranks: int
     models: tuple[str, ...]
-    walk: Walk = THREE_PASSES
+    walk: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     fails: bool = False
+    alone: bool = False
 
     def __str__(self) -> str:
-        walks = {id(SKIPS): "-skips", id(REPEATS): "-repeats", id(REORDERS): "-reorders"}
-        options = "".join(f"-{name}={value}" for name, value in self.options.items())
-        names = "+".join(self.models)
-        fails = "-fails" if self.fails else ""
-        return f"{self.strategy}-{self.num_ranks}-{names}{walks.get(id(self.walk), '')}{options}{fails}"
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        flags = [name for name in ("fails", "alone") if getattr(self, name)]
+        parts = [self.strategy, str(self.num_ranks), "+".join(self.models), self.walk, *options, *flags]
+        return "-".join(part for part in parts if part)
 
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-]
-"""Ways to offload, beside the strategy and the number of ranks: the matrix runs in each of them."""
 
 WAYS = [("layer_wise", 1), ("dlo", 2), ("dlo", 3)]
+OPTIONS: list[dict[str, Any]] = [
+    {"staging_shards": 2},  # the least: a shard's bytes are soon the next one's
+    {"resident_blocks": 1, "shard_fraction": 0.5},
+]
+"""Further ways to offload; a part of the matrix runs in each of them."""
 
 
 def _matrix() -> list[Scenario]:
-    scenarios = [Scenario("model_level", 1, ("stack2",))]
+    scenarios = [Scenario("model_level", 1, ("stack2",)), Scenario("model_level", 1, ("rotary", "uneven"))]
+    for strategy, num_ranks in WAYS:
+        way = partial(Scenario, strategy, num_ranks)
+        scenarios += [way((f"stack{num_blocks}",)) for num_blocks in range(1, 8)]
+        scenarios += [way((name,)) for name in ("uneven", "uneven_repeated", "empty_block", "rotary")]
+        scenarios += [way(("stack5",), walk) for walk in WALKS if walk]
+        scenarios += [way(("stack3", "uneven")), way(("stack2", "stack1"), fails=True), way(("bare",), alone=True)]
     for options in OPTIONS:
         for strategy, num_ranks in WAYS:
             way = partial(Scenario, strategy, num_ranks, options=options)
-            rings = ("stack1", "stack2", "stack3", "stack4", "stack5", "stack7", "uneven", "uneven_repeated")
-            scenarios += [way((name,)) for name in rings]
-            scenarios += [way(("stack5",), walk) for walk in (SKIPS, REPEATS, REORDERS)]
-            scenarios += [way(("stack3", "uneven")), way(("stack2", "stack1"), fails=True)]
-            scenarios += [way(("rotary",)), way(("empty_block",))]
-    # The least staging: a shard's bytes are soon the next one's.
-    return scenarios + [
-        Scenario("dlo", 2, (name,), options={"staging_shards": 2}) for name in ("stack3", "uneven_repeated")
-    ]
+            scenarios += [way(("stack1",)), way(("uneven_repeated", "stack2")), way(("stack5",), "skips", fails=True)]
+    return scenarios
 
 
 SCENARIOS = _matrix()
+
+
+class BareDenoiser(nn.Module):
+    """Blocks and nothing else, so that all of it travels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class BlockError(Exception):
+    """What goes wrong inside a block."""
+
+
+def denoiser(name: str) -> Any:
+    own: dict[str, Callable[[], nn.Module]] = {"bare": BareDenoiser, "stack6": partial(stack, 6)}
+    return make(own[name]) if name in own else build(name)
+
+
+def record(scenario: Scenario) -> Trace:
+    """What this rank's device is told in a scenario: requests, plain weights again, and requests until the end."""
+    device = RecordingDevice()
+    config = OffloadConfig.for_world(
+        STRATEGIES[scenario.strategy], None, "auto", scenario.num_ranks, **scenario.options
+    )
+    mesh = Mesh.alone() if scenario.num_ranks == 1 else Mesh.join(device, config.dp_size, PEER_LIMIT_SECONDS)
+    paths = ("transformer", "transformer_2")
+    denoisers = dict(zip(paths, map(denoiser, scenario.models), strict=False))
+    others = {} if scenario.alone else {"text_encoder": make(TextEncoder), "vae": make(Vae)}
+    pipeline = Pipeline(**denoisers, **others)
+    try:
+        with device.recording() as trace, torch.no_grad():
+            for end in (methodcaller("disable"), methodcaller("shutdown")):
+                backend = enable_offload(pipeline, config, device, mesh)
+                if scenario.alone:
+                    next(iter(denoisers.values())).blocks[0](inputs(1)[0])  # a visit before any turn
+                for request in range(2):
+                    compute(scenario, pipeline, list(denoisers.values()), mesh.world.rank + request)
+                backend.join_others()
+                end(backend)
+                change_plain_weights(pipeline)
+        return trace
+    finally:
+        mesh.close()
+
+
+def compute(scenario: Scenario, pipeline: Any, denoisers: Sequence[Any], first: int) -> None:
+    """One request; ranks that begin with different passes visit different blocks."""
+    x = inputs(1)[0]
+    if not scenario.alone:
+        x = x + pipeline.text_encoder([1, 5, 2])
+    walk = WALKS[scenario.walk]
+    first %= len(walk)
+    for number, visits in enumerate([*walk[first:], *walk[:first]]):
+        for model in denoisers:
+            with suppress(BlockError), failing(model.blocks[-1], scenario.fails and number == 1):
+                x = model(x) if visits is None else model(x, visits)
+    if not scenario.alone:
+        pipeline.vae.decode(x)
+
+
+@contextmanager
+def failing(block: nn.Module, fails: bool) -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        if fails:
+            raise BlockError
+
+    handle = block.register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def change_plain_weights(pipeline: Any) -> None:
+    """Writes to all weights that are back on the host: nothing may be on its way from there any more."""
+    for component in pipeline.components.values():
+        for tensor in tensors_of(component).values():
+            if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_floating_point():
+                tensor.mul_(1.0)
+
 
 _traces: dict[str, list[Trace]] = {}
 
 
 def traces_of(ranks: RankPool, scenario: Scenario) -> list[Trace]:
-    """What every rank's device was told, recorded once for all tests."""
+    """What the device of every rank was told; each scenario runs once."""
     key = str(scenario)
     if key not in _traces:
         alone = scenario.num_ranks == 1
@@ -101,77 +183,41 @@ def traces_of(ranks: RankPool, scenario: Scenario) -> list[Trace]:
     return _traces[key]
 
 
-def record(scenario: Scenario) -> Trace:
-    """Runs a scenario on this rank."""
-    device = RecordingDevice()
-    config = OffloadConfig.for_world(
-        STRATEGIES[scenario.strategy], None, "auto", scenario.num_ranks, **scenario.options
-    )
-    mesh = Mesh.alone() if scenario.num_ranks == 1 else Mesh.join(device, config.dp_size, PEER_LIMIT_SECONDS)
-    try:
-        denoisers = {f"transformer{f'_{i + 1}' if i else ''}": build(name) for i, name in enumerate(scenario.models)}
-        pipeline = Pipeline(text_encoder=make(TextEncoder), vae=make(Vae), **denoisers)
-        with device.recording() as trace:
-            for _ in range(2):
-                backend = enable_offload(pipeline, config, device, mesh)
-                compute(scenario, pipeline, list(denoisers.values()), backend, mesh.world.rank)
-                backend.disable()
-                change_all_weights(pipeline)
-            enable_offload(pipeline, config, device, mesh).shutdown()
-        return trace
-    finally:
-        mesh.close()
-
-
-@torch.no_grad()
-def compute(
-    scenario: Scenario, pipeline: Pipeline, denoisers: list[nn.Module], backend: OffloadBackend, rank: int
-) -> None:
-    """Two requests; the ranks walk differently, and join each other at the end."""
-    for request in range(2):
-        x = inputs(1)[0] + pipeline.text_encoder([1, 5, 2])
-        first = (rank + request) % len(scenario.walk)
-        for number, visits in enumerate([*scenario.walk[first:], *scenario.walk[:first]]):
-            for denoiser in denoisers:
-                arguments = () if visits is None else (visits,)
-                with failing_at_last(denoiser, scenario.fails and number == 1), suppress(BlockError):
-                    x = denoiser(x, *arguments)
-        pipeline.vae.decode(x)
-        backend.join_others()
-
-
-class failing_at_last:
-    """Makes the last block of a denoiser fail when its forward begins, if `fails`."""
-
-    def __init__(self, denoiser: nn.Module, fails: bool) -> None:
-        self._block = denoiser.blocks[-1]
-        self._fails = fails
-
-    def __enter__(self) -> None:
-        def fail(*_: Any) -> None:
-            raise BlockError
-
-        self._handle = self._block.register_forward_pre_hook(fail) if self._fails else None
-
-    def __exit__(self, *_: Any) -> None:
-        if self._handle:
-            self._handle.remove()
-
-
-@torch.no_grad()
-def change_all_weights(pipeline: Pipeline) -> None:
-    """Writes to the host memory that a model has after `disable`: nothing may be on its way from there any more."""
-    for component in pipeline.components.values():
-        for tensor in tensors_of(component).values():
-            if tensor.is_floating_point():
-                tensor.mul_(1.0)
-
-
-def found(traces: Sequence[Trace]) -> list[str]:
-    return [str(conflict) for trace in traces for conflict in conflicts(trace)]
+def found(traces: Sequence[Trace], **changes: Any) -> str:
+    """The conflicts of all ranks, as text; empty if there are none."""
+    return "\n".join({str(conflict): None for trace in traces for conflict in conflicts(trace, **changes)})
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_everything_that_must_wait_waits(ranks: RankPool, scenario: Scenario) -> None:
-    problems = found(traces_of(ranks, scenario))
-    assert not problems, "\n".join(problems)
+def test_whatever_has_to_wait_waits(ranks: RankPool, scenario: Scenario) -> None:
+    traces = traces_of(ranks, scenario)
+    assert not found(traces)
+    for trace in traces:
+        assert trace.sites() <= set(written_sites()), "streams are ordered outside the rooms for it"
+
+
+def test_several_components_share_a_stagers_turn() -> None:
+    device = RecordingDevice()
+    memory = HostMemory(device, False)
+    x = inputs(1)[0]
+    group = [make(lambda: stack(2)), make(lambda: stack(1))]
+    visiting = {path: build("rotary", seed) for seed, path in enumerate(("one", "two"))}
+    with device.recording() as trace, torch.no_grad():
+        x = x.to(device.torch)
+        stager = PinnedModuleStager(group, device, pin_memory=False)
+        turns = Turns(device, memory)
+        for path, module in visiting.items():
+            turns.add(path, module)
+        for _ in range(3):
+            stager.load()
+            x = group[1](group[0](x))
+            turns.take("one")
+            x = visiting["one"](x)
+            stager.offload()
+            x = visiting["two"](x)  # which asks for its turn
+            x = group[0](x.cpu())  # on the host, from the master
+        device.synchronize()
+        stager.restore()
+        turns.restore()
+        change_plain_weights(Pipeline(**visiting, group=nn.ModuleList(group)))
+    assert not found([trace])

@@ -58,6 +58,8 @@ class Turns:
         """Ends the turns: every component gets plain host tensors."""
         for visitor in self._visitors.values():
             visitor.restore()
+        self._visitors.clear()
+        self._stagers.clear()
 
     @property
     def num_bytes(self) -> int:
