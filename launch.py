@@ -5,6 +5,7 @@ which starts the ranks itself. Every setting is a Hydra override; `--help` lists
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import hydra
 from hydra.errors import HydraException
@@ -15,8 +16,11 @@ from offload import schema
 from offload.errors import PlanError, SettingsError
 from offload.runtime.exits import refuse
 
+# An absolute path, because a relative one would name a package wherever this file is imported.
+CONF = str(Path(__file__).resolve().parent / "conf")
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="config")
 def run(config: DictConfig) -> None:
     try:
         settings = schema.to_settings(config)

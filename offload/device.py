@@ -27,6 +27,7 @@ class Event(Protocol):
 
     def record(self, stream: Any = None) -> None: ...
     def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
     def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
@@ -72,6 +73,10 @@ class Device(ABC):
     @abstractmethod
     def empty(self, num_bytes: int) -> torch.Tensor:
         """An uninitialised uint8 tensor of `num_bytes` on the device."""
+
+    @abstractmethod
+    def host_empty(self, num_bytes: int) -> torch.Tensor:
+        """A small uint8 tensor on the host that copies from the device need not wait for."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
@@ -127,6 +132,9 @@ class AcceleratorDevice(Device):
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch)
+
+    def host_empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def peak_bytes(self) -> int:
         return torch.accelerator.max_memory_allocated(self.torch)
@@ -186,6 +194,9 @@ class HostEvent:
     def wait(self, stream: Any = None) -> None:
         """Whatever was recorded has already happened."""
 
+    def synchronize(self) -> None:
+        """Nor is there anything to wait for on the host."""
+
     def elapsed_time(self, end_event: HostEvent) -> float:
         if self._seconds is None or end_event._seconds is None:
             raise RuntimeError("both events must be recorded before they are compared")
@@ -226,6 +237,9 @@ class CpuDevice(Device):
         self._peak_bytes = max(self._peak_bytes, self.held_bytes)
         weakref.finalize(tensor.untyped_storage(), self._release, num_bytes)
         return tensor
+
+    def host_empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def _release(self, num_bytes: int) -> None:
         self.held_bytes -= num_bytes

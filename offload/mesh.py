@@ -21,6 +21,9 @@ import torch.distributed as dist
 from offload.device import Device, device_count
 from offload.errors import PeerFailedError, RankMismatchError
 
+_GRACE_SECONDS = 30.0
+"""Groups give up later than the watchdog, which can say more."""
+
 # PyTorch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -105,6 +108,30 @@ class RankGroup:
             raise RankMismatchError(f"the {what} of rank {', '.join(map(str, others))} differs from that of rank 0")
 
 
+class NoticeBoard:
+    """Short notes of the ranks of one shard group, kept where torchrun's agent keeps its own: they outlive a stuck rank."""
+
+    def __init__(self, info: RankInfo, shard: RankGroup) -> None:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+        first = info.rank - shard.rank
+        self._ranks = range(first, first + shard.size)
+        self.rank = info.rank
+
+    def post(self, text: str) -> None:
+        self._store.set(self._key(self.rank), text)
+
+    def read(self) -> dict[int, str]:
+        """The last note of every rank that has left one."""
+        return {rank: self._store.get(self._key(rank)).decode() for rank in self._ranks if self._has(rank)}
+
+    def _has(self, rank: int) -> bool:
+        return self._store.check([self._key(rank)])
+
+    def _key(self, rank: int) -> str:
+        return f"offload/notice/{rank}"
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The groups of one process.
@@ -127,7 +154,7 @@ class Mesh:
         if info.world_size == 1:
             return cls.alone()
         _let_ranks_share_devices(device, info)
-        timeout = timedelta(seconds=timeout_seconds)
+        timeout = timedelta(seconds=timeout_seconds + _GRACE_SECONDS)
         dist.init_process_group("gloo", timeout=timeout)
         world = RankGroup(info.rank, info.world_size, dist.group.WORLD)
         if dp_size == 1:
@@ -140,6 +167,10 @@ class Mesh:
         """A mesh of this process only."""
         one = RankGroup(0, 1)
         return cls(RankInfo(), one, one, one)
+
+    def board(self) -> NoticeBoard | None:
+        """A notice board of the ranks that share weights with this one; None if there are none."""
+        return NoticeBoard(self.info, self.shard) if self.shard.size > 1 else None
 
     def close(self) -> None:
         """Leaves the groups. Every exit path calls this: a process that ends inside its groups can abort."""

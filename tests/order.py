@@ -164,9 +164,7 @@ class Conflict:
 Clock = dict[int, int]
 
 
-def conflicts(
-    trace: Trace, *, without: Site | None = None, streams: Mapping[int, int] | None = None
-) -> list[Conflict]:
+def conflicts(trace: Trace, *, without: Site | None = None, streams: Mapping[int, int] | None = None) -> list[Conflict]:
     """Every kind of conflict in a trace once, in the order in which they show.
 
     Args:
@@ -419,7 +417,7 @@ class _Operations(TorchDispatchMode):
             (writes if name in effect.written else reads).extend(tensors)
         sides = {recorder.is_device(tensor) for tensor in (*reads, *writes)}
         target = given.get("device")
-        on_device = recorder.stream != COMPUTE or True in sides or target == self._device
+        on_device = True in sides or target == self._device
         stream = recorder.stream if on_device else HOST
         # The result of a copy is where it was sent, any other result where the operation ran.
         home = stream if on_device and target in (None, self._device) else None
@@ -434,7 +432,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Records what a tensor on the device answers by a copy to the host, and one on the CPU without any operation."""
+    """Records what the host reads without an operation: there is none where all memory is the CPU's."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -442,10 +440,11 @@ class _HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in (torch.Tensor.cpu, torch.Tensor.tolist) or not self._recorder.is_device(args[0]):
+        if func not in (torch.Tensor.cpu, torch.Tensor.tolist) or type(args[0]) not in PLAIN:
             return func(*args, **kwargs)
-        self._recorder.work(func.__name__, self._recorder.stream, [args[0]], [], True)
-        return _copy_on_host(args[0]) if func is torch.Tensor.cpu else func(*args, **kwargs)
+        on_device = self._recorder.is_device(args[0])
+        self._recorder.work(func.__name__, self._recorder.stream if on_device else HOST, [args[0]], [], on_device)
+        return _copy_on_host(args[0]) if on_device and func is torch.Tensor.cpu else func(*args, **kwargs)
 
 
 def _copy_on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -482,8 +481,8 @@ class RecordingEvent(HostEvent):
 class RecordingDevice(CpuDevice):
     """The host as a device that writes down what it is told while `recording`.
 
-    Its tensors are on `cpu:0`, which PyTorch takes for another device than `cpu`: what is made there or copied there can
-    be told from host memory.
+    Its tensors are on `cpu:0`, which PyTorch takes for another device than `cpu` where tensors are made or sent: so its
+    memory can be told from the host's.
     """
 
     def __init__(self) -> None:

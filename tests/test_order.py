@@ -62,8 +62,8 @@ class Scenario:
 
 WAYS = [("layer_wise", 1), ("dlo", 2), ("dlo", 3)]
 OPTIONS: list[dict[str, Any]] = [
-    {"staging_shards": 2},  # the least: a shard's bytes are soon the next one's
     {"resident_blocks": 1, "shard_fraction": 0.5},
+    {"staging_shards": 2},  # the least: a shard's bytes are soon the next one's
 ]
 """Further ways to offload; a part of the matrix runs in each of them."""
 
@@ -171,16 +171,9 @@ def change_plain_weights(pipeline: Any) -> None:
                 tensor.mul_(1.0)
 
 
-_traces: dict[str, list[Trace]] = {}
-
-
-def traces_of(ranks: RankPool, scenario: Scenario) -> list[Trace]:
-    """What the device of every rank was told; each scenario runs once."""
-    key = str(scenario)
-    if key not in _traces:
-        alone = scenario.num_ranks == 1
-        _traces[key] = [record(scenario)] if alone else ranks(scenario.num_ranks).run(record, scenario)
-    return _traces[key]
+def record_on_all(ranks: RankPool, scenario: Scenario) -> list[Trace]:
+    """What the device of every rank is told."""
+    return [record(scenario)] if scenario.num_ranks == 1 else ranks(scenario.num_ranks).run(record, scenario)
 
 
 def found(traces: Sequence[Trace], **changes: Any) -> str:
@@ -190,7 +183,7 @@ def found(traces: Sequence[Trace], **changes: Any) -> str:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_whatever_has_to_wait_waits(ranks: RankPool, scenario: Scenario) -> None:
-    traces = traces_of(ranks, scenario)
+    traces = record_on_all(ranks, scenario)
     assert not found(traces)
     for trace in traces:
         assert trace.sites() <= set(written_sites()), "streams are ordered outside the rooms for it"
@@ -220,4 +213,173 @@ def test_several_components_share_a_stagers_turn() -> None:
         stager.restore()
         turns.restore()
         change_plain_weights(Pipeline(**visiting, group=nn.ModuleList(group)))
+    assert not found([trace])
+
+
+class Bench:
+    """A device with two streams, a buffer, and some work that tests of the checker put on them."""
+
+    def __init__(self) -> None:
+        self.device = RecordingDevice()
+        self.buffer = self.device.empty(64)
+        self.source = torch.ones(64, dtype=torch.uint8)
+        self.one, self.two, self.three = (self.device.stream() for _ in range(3))
+
+    def write(self, stream: Any, start: int = 0, stop: int = 64) -> None:
+        with self.device.on(stream):
+            self.buffer[start:stop].copy_(self.source[start:stop], non_blocking=True)
+
+    def read(self, stream: Any, start: int = 0, stop: int = 64) -> torch.Tensor:
+        with self.device.on(stream):
+            return self.buffer[start:stop] + 1
+
+    def order(self, first: Any, second: Any) -> None:
+        event = self.device.event()
+        event.record(first)
+        event.wait(second)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    with bench.device.recording():
+        yield bench
+
+
+def test_a_missing_wait_is_found(bench: Bench) -> None:
+    bench.write(bench.one)
+    bench.read(bench.two)
+    report = found([bench.device.trace])
+    for part in ("copy_ writes on stream 2", "add reads on stream 3", "bytes 0 to 64 of the 64 device bytes of Bench"):
+        assert part in report
+    assert report.count("test_order.py:") == 5, "where the work, the streams and the buffer come from"
+
+
+def test_a_wait_orders(bench: Bench) -> None:
+    bench.write(bench.one)
+    bench.order(bench.one, bench.two)
+    bench.read(bench.two)
+    bench.order(bench.two, bench.one)
+    bench.write(bench.one)
+    assert not found([bench.device.trace])
+
+
+def test_order_passes_on_through_a_third_stream(bench: Bench) -> None:
+    bench.write(bench.one)
+    bench.order(bench.one, bench.three)
+    bench.order(bench.three, bench.two)
+    bench.read(bench.two)
+    assert not found([bench.device.trace])
+
+
+def test_a_wait_is_for_the_last_record_before_it(bench: Bench) -> None:
+    event = bench.device.event()
+    event.record(bench.one)
+    bench.write(bench.one)
+    event.wait(bench.two)
+    event.record(bench.one)
+    bench.read(bench.two)
+    assert found([bench.device.trace])
+
+
+def test_a_wait_for_nothing_orders_nothing(bench: Bench) -> None:
+    bench.write(bench.one)
+    bench.device.event().wait(bench.two)
+    bench.read(bench.two)
+    assert found([bench.device.trace])
+
+
+def test_a_wait_is_for_one_stream(bench: Bench) -> None:
+    bench.write(bench.one)
+    bench.order(bench.one, bench.three)
+    bench.read(bench.two)
+    assert found([bench.device.trace])
+
+
+def test_reads_need_no_order_and_neither_do_other_bytes(bench: Bench) -> None:
+    bench.device.synchronize()
+    bench.read(bench.one)
+    bench.read(bench.two)
+    bench.write(bench.three, 0, 0)
+    assert not found([bench.device.trace])
+    bench.device.synchronize()
+    bench.write(bench.one, 0, 20)
+    bench.write(bench.two, 20, 40)
+    bench.read(bench.three, 40, 64)
+    assert not found([bench.device.trace])
+    bench.read(bench.three, 39, 64)
+    assert found([bench.device.trace])
+
+
+def test_the_host_waits_for_a_copy_that_blocks_and_no_other(bench: Bench) -> None:
+    there = torch.empty(64, dtype=torch.uint8)
+    with bench.device.on(bench.one):
+        there.copy_(bench.buffer)
+    there.fill_(0)
+    assert not found([bench.device.trace])
+    with bench.device.on(bench.one):
+        there.copy_(bench.buffer, non_blocking=True)
+    there.fill_(0)
+    assert "fill_ writes on the host" in found([bench.device.trace])
+
+
+def test_the_host_must_wait_for_the_event_behind_a_copy_that_it_reads(bench: Bench) -> None:
+    there = torch.empty(64, dtype=torch.uint8)
+    event = bench.device.event()
+    for _ in range(2):
+        with bench.device.on(bench.one):
+            there.copy_(bench.buffer, non_blocking=True)
+            event.record()
+        event.synchronize()
+        there.tolist()
+    assert not found([bench.device.trace])
+    with bench.device.on(bench.one):
+        there.copy_(bench.buffer, non_blocking=True)
+    there.tolist()
+    assert "tolist reads on the host" in found([bench.device.trace])
+
+
+@pytest.mark.parametrize("answer", [torch.Tensor.tolist, torch.Tensor.cpu, lambda tensor: tensor[0].item()])
+def test_the_host_waits_for_what_it_reads(bench: Bench, answer: Callable[[torch.Tensor], Any]) -> None:
+    bench.write(bench.one)
+    with bench.device.on(bench.one):
+        answer(bench.buffer)
+    bench.read(bench.two)
+    assert not found([bench.device.trace])
+
+
+def test_work_that_starts_before_its_memory_is_handed_over_is_found() -> None:
+    device = RecordingDevice()
+    copy_stream = device.stream()
+    with device.recording() as trace:
+        buffer = device.empty(64)
+        with device.on(copy_stream):
+            buffer.zero_()
+    assert "its allocation writes on the compute stream" in found([trace])
+
+
+def test_memory_that_is_freed_while_another_stream_works_on_it_is_found() -> None:
+    device = RecordingDevice()
+    copy_stream = device.stream()
+    with device.recording() as trace:
+        buffer = device.empty(64)
+        device.synchronize()
+        with device.on(copy_stream):
+            buffer.zero_()
+        assert not found([trace])
+        del buffer
+    assert "its release writes on the compute stream" in found([trace])
+
+
+def test_memory_that_is_used_again_makes_no_conflict() -> None:
+    device = RecordingDevice()
+    copy_stream = device.stream()
+    addresses = []
+    with device.recording() as trace:
+        for stream in (copy_stream, device.current_stream()) * 50:
+            with device.on(stream):
+                buffer = torch.zeros(1 << 16, device=device.torch)
+                addresses.append(buffer.data_ptr())
+                del buffer
+    assert len(set(addresses)) < len(addresses), "the allocator handed nothing out again"
     assert not found([trace])

@@ -17,7 +17,7 @@ from torch import nn
 
 from offload.backends import LayerWiseOffloadBackend, OffloadBackend
 from offload.device import CpuDevice
-from offload.errors import OffloadError, PeerFailedError, PlanError, RankMismatchError, SlotError
+from offload.errors import OffloadError, PeerFailedError, PlanError, RankMismatchError, SlotError, WeightAwayError
 from offload.host import store
 from offload.host.pages import HostMemory
 from offload.plan.layout import pack
@@ -193,11 +193,20 @@ def broken(block: nn.Module, error: type[BaseException] = BrokenError) -> Iterat
         del block.forward
 
 
+def right_or_away(block: nn.Module, twin: nn.Module) -> bool:
+    """Whether a block's weight, used outside its visit, has its value or is refused."""
+    try:
+        return same(block.linear.weight + 0, twin.linear.weight + 0)
+    except WeightAwayError:
+        return True
+
+
 def fail_alone(error: type[BaseException]) -> None:
     with streaming("stack4") as ([model], [plain], backend, _):
         for block in model.blocks:
             with broken(block, error), pytest.raises(error):
                 model(inputs(1)[0])
+            assert all(right_or_away(*pair) for pair in zip(model.blocks, plain.blocks, strict=True))
             backend.report_failure()
             for seed in range(2):
                 agree(model, plain, seed)
@@ -221,6 +230,7 @@ def fail_together(num_passes_before: int, error: type[BaseException]) -> list[st
                     with broken(model.blocks[index], error), pytest.raises(error):
                         model(inputs(1)[0])
                     backend.report_failure()
+                    assert all(right_or_away(*pair) for pair in zip(model.blocks, plain.blocks, strict=True))
                 else:
                     with pytest.raises(PeerFailedError) as raised:
                         for seed in range(rank):  # so that some compute and others only join

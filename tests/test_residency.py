@@ -11,6 +11,7 @@ import torch
 from offload.backends import OffloadFigures
 from offload.plan.residency import resident_indices
 from offload.stream.residents import kept_bytes
+from offload.stream.tags import TAG_BYTES
 from tests.models import Pipeline, TextEncoder, Vae, build, inputs, make, same
 from tests.ranks import RankPool, joined, poisoned_slots, ranks  # noqa: F401 - a fixture
 
@@ -59,8 +60,8 @@ def test_residents_change_no_bit_and_relieve_the_link_exactly(
 ) -> None:
     for first, last, loaded_bytes, rested_bytes in ranks(num_ranks).run(run_everything, blocks, fraction, "even"):
         stays = resident_indices(NUM_BLOCKS, blocks, "even")
-        block_bytes = first.host_weight_bytes // NUM_BLOCKS * num_ranks  # equal blocks, whose size needs no padding
-        shard_bytes = block_bytes // num_ranks
+        shard_bytes = first.host_weight_bytes // NUM_BLOCKS  # equal blocks, whose size needs no padding
+        block_bytes = (shard_bytes - (TAG_BYTES if num_ranks > 1 else 0)) * num_ranks
         kept = kept_bytes(shard_bytes, fraction)
         num_streaming = NUM_BLOCKS - len(stays)
         assert last.resident_bytes == len(stays) * block_bytes + num_streaming * kept

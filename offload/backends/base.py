@@ -16,6 +16,7 @@ from offload.device import Device
 from offload.mesh import Mesh
 from offload.plan.topology import HeldTensor, held_tensors
 from offload.stream.binding import AwayTensor, place
+from offload.stream.pace import Progress
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,17 @@ class OffloadBackend(ABC):
 
     def report_failure(self) -> None:
         """Tells the other ranks that this one stops its work."""
+
+    def progress(self) -> Progress | None:
+        """How far this rank's stream has come, if other ranks depend on it. Other threads may ask."""
+        return None
+
+    def verify(self) -> None:
+        """Checks, before a result is used, that ranks which share weights computed it from the same ones.
+
+        Raises:
+            RankMismatchError: they did not.
+        """
 
     def _place(self, held: Sequence[HeldTensor], module: nn.Module) -> None:
         """Puts tensors of `module` on the device; the clean-up brings back whatever the module then holds there."""

@@ -20,7 +20,7 @@ from offload.mesh import Mesh
 from offload.plan.resolve import ResolvedOffloadPlan, plan_digest, resolve_offload_plan
 from offload.plan.topology import held_tensors
 from offload.stream.assembly import StreamedComponent, build_pace, build_transport
-from offload.stream.pace import Pace
+from offload.stream.pace import Pace, Progress
 from offload.stream.residents import ResidentLayers
 from offload.stream.ring import Ring
 from offload.stream.transport import Transport
@@ -66,8 +66,7 @@ class DistributedLayerwiseOffloadBackend(OffloadBackend):
                 len(rings), self.device, self._memory, rank=self.mesh.shard.rank, num_shards=self.config.dp_size
             )
         copy_stream = self.device.stream()
-        layouts = [block.layout for ring in rings for block in ring.blocks]
-        self._transport = build_transport(self.config, self.device, self.mesh, layouts, copy_stream)
+        self._transport = build_transport(self.config, self.device, self.mesh, rings, copy_stream)
         self._pace = build_pace(self.config, self.device, self.mesh, self._transport, rings)
         for part in self._streamed:
             self._residents[part.path] = ResidentLayers(
@@ -139,6 +138,13 @@ class DistributedLayerwiseOffloadBackend(OffloadBackend):
     def report_failure(self) -> None:
         if self._pace is not None:
             self._pace.report_failure()
+
+    def progress(self) -> Progress | None:
+        return self._pace.progress() if self._pace is not None else None
+
+    def verify(self) -> None:
+        if self._pace is not None:
+            self._pace.verify()
 
     def figures(self) -> OffloadFigures:
         streaming = [part.streaming.traffic for part in self._streamed if part.streaming]

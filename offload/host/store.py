@@ -11,17 +11,20 @@ from offload.plan.layout import ALIGNMENT_BYTES, Layout, Region
 
 
 class HostStore:
-    """This rank's shards of the blocks of one ring.
+    """This rank's shards of the blocks of one component, each with room for a tag behind it.
 
     Filling is separate from making, so that everything that can fail for want of memory has happened before a weight
     moves, and so that a caller can drop a block's original weights as soon as its shard is filled.
     """
 
-    def __init__(self, memory: HostMemory, layouts: Sequence[Layout], *, rank: int, num_shards: int) -> None:
+    def __init__(
+        self, memory: HostMemory, layouts: Sequence[Layout], *, rank: int, num_shards: int, tag_bytes: int = 0
+    ) -> None:
         self._memory = memory
         self._rank = rank
         self._layouts = tuple(layouts)
-        sizes = [layout.shard_bytes(num_shards) for layout in layouts]
+        self._tag_bytes = tag_bytes
+        sizes = [layout.shard_bytes(num_shards) + tag_bytes for layout in layouts]
         strides = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes[:-1]] + sizes[-1:]
         self._pages = memory.allocate(sum(strides))
         starts = [sum(strides[:index]) for index in range(len(strides))]
@@ -30,6 +33,7 @@ class HostStore:
     def fill(self, index: int, storages: Sequence[torch.UntypedStorage]) -> None:
         """Copies this rank's part of block `index` from the tensors' own storages."""
         shard = self.shards[index]
+        shard = shard[: shard.numel() - self._tag_bytes]
         copy_range(self._layouts[index], storages, self._rank * shard.numel(), shard)
 
     def seal(self) -> None:

@@ -51,17 +51,20 @@ class RankConsole:
 
     def failed(self, error: BaseException) -> None:
         """The one line about this rank's failure; the traceback is in the log."""
-        self._complaints.print(
-            f"error: rank {self._rank} failed: {type(error).__name__}: {error} (see {self.log_file})", markup=False
-        )
+        self.complain(f"rank {self._rank} failed: {type(error).__name__}: {error} (see {self.log_file})")
+
+    def complain(self, what: str) -> None:
+        """One line on the terminal, from any rank."""
+        self._complaints.print(f"error: {what}", markup=False)
 
 
 class _Warnings(logging.Handler):
-    """Shows this package's own warnings on the terminal too."""
+    """Shows this package's own warnings on the terminal too. Errors have a line of their own there."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(level=logging.WARNING)
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(f"{record.levelname.lower()}: {record.getMessage()}", markup=False)
+        if record.levelno == logging.WARNING:
+            self._console.print(f"{record.levelname.lower()}: {record.getMessage()}", markup=False)

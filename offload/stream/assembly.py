@@ -22,6 +22,7 @@ from offload.stream.ring import Ring, StreamBlock
 from offload.stream.slots import Slots
 from offload.stream.staging import StagingRing
 from offload.stream.streamer import Streamer
+from offload.stream.tags import TAG_BYTES, TagCheck, tag_number, write_tag
 from offload.stream.transport import AllGatherTransport, LocalTransport, Transport
 
 
@@ -53,9 +54,10 @@ class StreamedComponent:
 
     def build(self, first_number: int, device: Device, memory: HostMemory, *, rank: int, num_shards: int) -> list[Ring]:
         """Makes the host store and the rings, numbered from `first_number`. The weights stay where they are."""
-        self._store = HostStore(memory, list(self.layouts.values()), rank=rank, num_shards=num_shards)
+        layouts, tag_bytes = list(self.layouts.values()), TAG_BYTES if num_shards > 1 else 0
+        self._store = HostStore(memory, layouts, rank=rank, num_shards=num_shards, tag_bytes=tag_bytes)
         self.blocks = [
-            StreamBlock(name, layout, held, shard, device.torch)
+            StreamBlock(name, layout, held, shard, shard.numel() - tag_bytes, device.torch)
             for (name, layout), held, shard in zip(self.layouts.items(), self._held, self._store.shards, strict=True)
         ]
         staying = [block for block, stays in zip(self.blocks, self._stays, strict=True) if stays]
@@ -63,6 +65,9 @@ class StreamedComponent:
         self.residents = Ring(first_number, self.path, staying) if staying else None
         number = first_number + (self.residents is not None)
         self.streaming = Ring(number, self.path, moving) if moving else None
+        for block in self.blocks if tag_bytes else ():
+            number = tag_number(block.ring.number, block.index)
+            write_tag(number, block.layout.digest, block.shard[block.data_bytes :])
         return self.rings
 
     @property
@@ -92,14 +97,16 @@ class StreamedComponent:
 
 
 def build_transport(
-    config: OffloadConfig, device: Device, mesh: Mesh, layouts: Sequence[Layout], copy_stream: Any
+    config: OffloadConfig, device: Device, mesh: Mesh, rings: Sequence[Ring], copy_stream: Any
 ) -> Transport:
-    """The transport that the config names, with its staging."""
+    """The transport that the config names, with its staging and its check of tags."""
     if config.transport == "local":
         return LocalTransport(device, copy_stream)
-    largest = max(layout.shard_bytes(config.dp_size) for layout in layouts)
+    largest = max(block.shard.numel() for ring in rings for block in ring.blocks)
     staging = StagingRing(device, num_shards=config.staging_shards, shard_bytes=largest)
-    return AllGatherTransport(device, copy_stream, device.stream(), mesh.shard, staging)
+    names = {tag_number(ring.number, block.index): block.name for ring in rings for block in ring.blocks}
+    tags = TagCheck(device, mesh.shard, names, max(len(ring.blocks) for ring in rings))
+    return AllGatherTransport(device, copy_stream, device.stream(), mesh.shard, staging, tags)
 
 
 def build_pace(config: OffloadConfig, device: Device, mesh: Mesh, transport: Transport, rings: Sequence[Ring]) -> Pace:

@@ -11,11 +11,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from offload.errors import PeerFailedError
 from offload.mesh import RankGroup
 from offload.stream.ring import Ring, StreamBlock
 from offload.stream.streamer import Streamer
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank has come, for others to compare.
+
+    Attributes:
+        num_fills: slots that were filled so far; equal schedules give equal numbers.
+        is_waiting: whether it waits for the others to agree on a pass.
+        where: what it does, for people.
+    """
+
+    num_fills: int
+    is_waiting: bool
+    where: str
+
+    def to_text(self) -> str:
+        return f"{self.num_fills} {int(self.is_waiting)} {self.where}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Progress:
+        num_fills, is_waiting, where = text.split(" ", 2)
+        return cls(int(num_fills), is_waiting == "1", where)
 
 
 class Pace(ABC):
@@ -51,6 +75,18 @@ class Pace(ABC):
     def report_failure(self) -> None:
         """Tells the other ranks that this one stops, at the next point where they listen."""
 
+    def progress(self) -> Progress | None:
+        """Where this rank is, if others depend on it."""
+        return None
+
+    def verify(self) -> None:
+        """Checks that every pass so far was put together alike on all ranks; called before a result is used.
+
+        Raises:
+            RankMismatchError: it was not; on every rank.
+        """
+        self._streamer.verify(completely=True)
+
 
 class FreePace(Pace):
     """The pace of one rank that streams for itself."""
@@ -77,6 +113,7 @@ class LockstepPace(Pace):
         self._control = control
         self._ring: Ring | None = None  # whose pass is under way
         self._position = 0  # of the next block in that pass
+        self._is_waiting = False
 
     def leave(self, block: StreamBlock) -> None:
         if self._streamer.block_in_use is block:
@@ -97,15 +134,17 @@ class LockstepPace(Pace):
 
     def report_failure(self) -> None:
         self._finish_pass()
-        self._control.exchange([self._NO_RING, 1])
+        self._exchange(self._NO_RING, failed=True)
 
     def _agree_on_pass(self, wanted: int) -> Ring | None:
         """One small exchange on the host.
 
         Raises:
             PeerFailedError: a rank reported a failure instead.
+            RankMismatchError: an earlier pass was not the same on all ranks.
         """
-        votes = self._control.exchange([wanted, 0])
+        self._streamer.verify(completely=False)
+        votes = self._exchange(wanted, failed=False)
         failed = [rank for rank, (_, failure) in enumerate(votes) if failure]
         if failed:
             raise PeerFailedError(
@@ -119,6 +158,19 @@ class LockstepPace(Pace):
             self._streamer.start_at(ring.blocks[0])
         self._ring, self._position = ring, 0
         return ring
+
+    def _exchange(self, wanted: int, *, failed: bool) -> list[list[int]]:
+        self._is_waiting = True
+        try:
+            return self._control.exchange([wanted, int(failed)])
+        finally:
+            self._is_waiting = False
+
+    def progress(self) -> Progress:
+        """Where this rank is. Other threads may ask."""
+        block = self._streamer.block_in_use
+        where = "waiting for the other ranks" if self._is_waiting else f"in {block.name}" if block else "between passes"
+        return Progress(self._streamer.num_fills, self._is_waiting, where)
 
     def _finish_pass(self) -> None:
         if self._ring is not None:

@@ -26,7 +26,8 @@ class StreamBlock:
     """One block: where its bytes rest, how they lie in a slot, and which tensors look at them there.
 
     Attributes:
-        shard: this rank's part of the block on the host, uint8.
+        shard: this rank's part of the block on the host, uint8; with several ranks, and its tag behind it.
+        data_bytes: of the shard, without the tag.
         kept_shard: the first bytes of the shard that are on the device, uint8; often none.
     """
 
@@ -34,11 +35,18 @@ class StreamBlock:
     index: int
 
     def __init__(
-        self, name: str, layout: Layout, held: Sequence[HeldTensor], shard: torch.Tensor, device: torch.device
+        self,
+        name: str,
+        layout: Layout,
+        held: Sequence[HeldTensor],
+        shard: torch.Tensor,
+        data_bytes: int,
+        device: torch.device,
     ) -> None:
         self.name = name
         self.layout = layout
         self.shard = shard
+        self.data_bytes = data_bytes
         self.kept_shard = shard[:0]
         self.binding = Binding(held, layout, device, self._lend)
         self._loans: list[weakref.ref[torch.UntypedStorage]] = []

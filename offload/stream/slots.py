@@ -65,7 +65,7 @@ class Slots:
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self._slots = tuple(Slot(device, num_bytes) for _ in range(NUM_SLOTS))
-        self._num_fills = 0
+        self.num_fills = 0
 
     @property
     def num_bytes(self) -> int:
@@ -73,12 +73,12 @@ class Slots:
 
     def next_free(self) -> Slot | None:
         """The slot whose turn it is, or None while a block still occupies it."""
-        slot = self._slots[self._num_fills % NUM_SLOTS]
+        slot = self._slots[self.num_fills % NUM_SLOTS]
         return slot if slot.phase is SlotPhase.FREE else None
 
     def fill(self, block: StreamBlock) -> Slot:
         """Gives `block` the slot whose turn it is."""
-        slot = self._slots[self._num_fills % NUM_SLOTS]
+        slot = self._slots[self.num_fills % NUM_SLOTS]
         slot.fill(block)
-        self._num_fills += 1
+        self.num_fills += 1
         return slot

@@ -32,7 +32,7 @@ class Streamer:
         """Forgets what was on its way and continues from `block`."""
         while self._queue:
             self._queue.popleft().free()
-        self._transport.forget()
+        self._transport.restart(block)
         self._upcoming = block
         self._refill()
 
@@ -57,6 +57,10 @@ class Streamer:
         self._refill()
 
     @property
+    def num_fills(self) -> int:
+        return self._slots.num_fills
+
+    @property
     def block_in_use(self) -> StreamBlock | None:
         """The block between `take` and `release`."""
         return self._queue[0].block if self._queue and self._queue[0].phase is SlotPhase.IN_USE else None
@@ -70,6 +74,10 @@ class Streamer:
         busy = self.block_in_use
         if busy is not None:
             raise SlotError(f"{block.name} was used inside {busy.name}; blocks cannot be nested")
+
+    def verify(self, *, completely: bool) -> None:
+        """As `Transport.verify`."""
+        self._transport.verify(completely=completely)
 
     def _refill(self) -> None:
         assert self._upcoming is not None, "a streamer starts at a block"

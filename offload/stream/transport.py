@@ -13,6 +13,7 @@ from offload.mesh import RankGroup
 from offload.stream.ring import StreamBlock
 from offload.stream.slots import Slot
 from offload.stream.staging import Span, SpanPhase, StagingRing
+from offload.stream.tags import TagCheck
 
 
 class Transport(ABC):
@@ -27,7 +28,7 @@ class Transport(ABC):
         num_kept = block.kept_shard.numel()
         if num_kept:
             out[:num_kept].copy_(block.kept_shard, non_blocking=True)
-        if num_kept < block.shard.numel():
+        if num_kept < out.numel():
             out[num_kept:].copy_(block.shard[num_kept:], non_blocking=True)
         block.ring.traffic.h2d_bytes += block.shard.numel() - num_kept
 
@@ -42,8 +43,15 @@ class Transport(ABC):
     def stage_ahead(self, block: StreamBlock) -> None:
         """Starts the journey of `block`, the next to be filled, and its successors as far as there is room."""
 
-    def forget(self) -> None:
-        """Drops what was staged; the next fill may be of any block."""
+    def restart(self, block: StreamBlock) -> None:
+        """Drops what was staged; the next fill will be of `block`, and then of its successors."""
+
+    def verify(self, *, completely: bool) -> None:
+        """Checks that ranks which share weights filled their slots alike, up to a pass ago or `completely`.
+
+        Raises:
+            RankMismatchError: they did not; on every rank.
+        """
 
 
 class LocalTransport(Transport):
@@ -67,12 +75,19 @@ class AllGatherTransport(Transport):
     """
 
     def __init__(
-        self, device: Device, copy_stream: Any, comm_stream: Any, shard_group: RankGroup, staging: StagingRing
+        self,
+        device: Device,
+        copy_stream: Any,
+        comm_stream: Any,
+        shard_group: RankGroup,
+        staging: StagingRing,
+        tags: TagCheck,
     ) -> None:
         super().__init__(device, copy_stream)
         self._comm = comm_stream
         self._group = shard_group
         self._staging = staging
+        self._tags = tags
         self._staged: deque[tuple[StreamBlock, Span]] = deque()
 
     def stage_ahead(self, block: StreamBlock) -> None:
@@ -86,25 +101,30 @@ class AllGatherTransport(Transport):
         staged, span = self._staged.popleft()
         if staged is not block:
             raise RuntimeError(f"{staged.name} is staged where {block.name} should be")
-        out = slot.buffer[: span.tensor.numel() * self._group.size]
+        out = slot.buffer[: block.data_bytes * self._group.size]
         with self._device.on(self._comm):
             span.arrived.wait(self._comm)
             slot.last_use.wait(self._comm)
-            self._group.all_gather(out, span.tensor)
+            self._group.all_gather(out, span.tensor[: block.data_bytes])
+            self._tags.note(span.tensor[block.data_bytes :])
             span.gathered.record(self._comm)
             slot.ready.record(self._comm)
         span.phase = SpanPhase.GATHERED
         block.ring.traffic.allgather_bytes += out.numel()
 
     def collect(self, block: StreamBlock) -> torch.Tensor:
-        shard = block.shard.to(self._device.torch)
+        shard = block.shard[: block.data_bytes].to(self._device.torch)
         whole = self._device.empty(shard.numel() * self._group.size)
         self._group.all_gather(whole, shard)
         return whole.cpu()
 
-    def forget(self) -> None:
+    def restart(self, block: StreamBlock) -> None:
         self._staged.clear()
         self._staging.forget_waiting()
+        self._tags.restart(len(block.ring.blocks))
+
+    def verify(self, *, completely: bool) -> None:
+        self._tags.verify(completely=completely)
 
     def _stage(self, block: StreamBlock) -> bool:
         span = self._staging.reserve(block.shard.numel(), self._copy)

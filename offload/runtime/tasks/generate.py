@@ -27,6 +27,7 @@ from offload.report.tables import run_table
 from offload.runtime.clock import StepClock
 from offload.runtime.controller import share_out
 from offload.runtime.tasks.context import RankContext
+from offload.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -42,11 +43,17 @@ def generate(context: RankContext) -> None:
         denoisers = [dit.module for dit in resolve_offload_plan(pipeline, context.config).dits]
     backend = enable_offload(pipeline, context.config, context.device, context.mesh)
     clock = StepClock(context.device, denoisers)
+    board = context.mesh.board()
+    watchdog = Watchdog(backend, board, context.settings.timeout_seconds, context.console.complain) if board else None
+    if watchdog:
+        watchdog.start()
     try:
         mine = share_out(requests, context.mesh.info.world_size)[context.mesh.info.rank]
         images = _Painter(context, pipeline, backend, clock).paint(mine)
         _report(context, backend, clock.seconds(), images)
     finally:
+        if watchdog:
+            watchdog.end()
         clock.close()
         backend.shutdown()
 
@@ -97,6 +104,7 @@ class _Painter:
 
         picture = make_picture(self._pipeline, request, on_step)
         self._clock.picture_ended()
+        self._backend.verify()
         file = Path("images") / f"{request.index:04d}.png"
         save_picture(picture.frames, self._context.output_dir / file)
         return ImageRecord(
