@@ -109,7 +109,7 @@ class RankGroup:
 
 
 class NoticeBoard:
-    """Short notes of the ranks of one shard group, kept where torchrun's agent keeps its own: they outlive a stuck rank."""
+    """Short notes of the ranks of one shard group, kept by torchrun's agent, so that they outlive a stuck rank."""
 
     def __init__(self, info: RankInfo, shard: RankGroup) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

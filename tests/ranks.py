@@ -202,7 +202,7 @@ def poisoned_slots() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Gather:
-    """One all-gather of weights that was issued, by what it fills."""
+    """One all-gather that was issued, by what it fills."""
 
     dtype: torch.dtype
     address: int
@@ -211,16 +211,23 @@ class Gather:
 
 @contextmanager
 def recorded_gathers() -> Iterator[list[Gather]]:
-    """Every all-gather of weights, while it works as ever."""
+    """Every all-gather into a slot, while it works as ever."""
     gathers: list[Gather] = []
-    gather = RankGroup.all_gather
+    slots: set[int] = set()
+    make, gather = Slot.__init__, RankGroup.all_gather
 
-    def recorded(self: RankGroup, whole: torch.Tensor, part: torch.Tensor) -> None:
-        gathers.append(Gather(whole.dtype, whole.data_ptr(), whole.nbytes))
+    def recorded_make(self: Slot, *arguments: Any) -> None:
+        make(self, *arguments)
+        slots.add(self.buffer.data_ptr())
+
+    def recorded_gather(self: RankGroup, whole: torch.Tensor, part: torch.Tensor) -> None:
+        if whole.data_ptr() in slots:
+            gathers.append(Gather(whole.dtype, whole.data_ptr(), whole.nbytes))
         gather(self, whole, part)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankGroup, "all_gather", recorded)
+        patch.setattr(Slot, "__init__", recorded_make)
+        patch.setattr(RankGroup, "all_gather", recorded_gather)
         yield gathers
 
 

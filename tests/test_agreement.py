@@ -82,7 +82,12 @@ def processes_with(marker: str) -> int:
 def launch_faulty(fault: str, directory: Path, *overrides: str) -> Ended:
     """Three ranks under torchrun, of which rank 1 has the fault."""
     marker = f"OFFLOAD_TEST_MARKER={directory}"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), marker.partition("=")[0]: str(directory)}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+        marker.partition("=")[0]: str(directory),
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     arguments = [fault, "strategy=dlo", f"output_dir={directory}", *overrides]
     started = time.monotonic()
@@ -112,5 +117,7 @@ def test_case_20_an_error_on_one_rank_is_named_once_and_ends_all(tmp_path: Path)
     assert ended.code != 0 and ended.processes_left == 0
     errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert errors[0].startswith("error: rank 1 failed: PictureError: picture 1 (1): ArithmeticError: told to fail (see ")
+    assert errors[0].startswith(
+        "error: rank 1 failed: PictureError: picture 1 (1): ArithmeticError: told to fail (see "
+    )
     assert "PeerFailedError: rank 1 of the shard group failed" in (tmp_path / "logs" / "rank0.log").read_text()

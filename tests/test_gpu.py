@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from offload.backends import enable_offload
 from offload.config import STRATEGIES, OffloadConfig
 from offload.device import CudaDevice
 from offload.mesh import Mesh
+from offload.stream.ring import StreamBlock
+from offload.stream.streamer import Streamer
 from tests.ranks import RankPool, ranks  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -47,7 +50,7 @@ class SpinningDevice(CudaDevice):
 
 
 class Block(nn.Module):
-    """A residual matrix product, optionally behind a spin, that leaves its weights unreadable for whoever comes too late."""
+    """A residual matrix product, optionally behind a spin."""
 
     def __init__(self, features: int, spin: bool) -> None:
         super().__init__()
@@ -78,27 +81,36 @@ class Pipeline:
         self.components = {"transformer": Denoiser(num_blocks, spin)}
 
 
-def poison(module: nn.Module, args: Any, output: Any) -> None:
-    """Overwrites a block's weights on the compute stream as soon as its forward has been issued."""
-    for parameter in module.parameters():
-        parameter.data.fill_(float("nan"))
+@dataclass(frozen=True)
+class Case:
+    """What is held up, and what stays on the device."""
+
+    num_blocks: int
+    spin_copies: bool = False
+    spin_compute: bool = False
+    resident_blocks: int = 0
+    shard_fraction: float = 0.0
 
 
-def equal_passes(strategy: str, dp_size: int, spin_copies: bool, spin_compute: bool, num_blocks: int) -> list[bool]:
-    """Whether each of several passes gives the bits of the model that stays on the device. Runs on one rank of several."""
-    device = (SpinningDevice if spin_copies else CudaDevice)(torch.device("cuda", 0))
-    mesh = Mesh.join(device, dp_size, 60)
-    config = OffloadConfig.for_world(STRATEGIES[strategy], dp_size, "auto", mesh.info.world_size)
+def equal_passes(case: Case) -> list[bool]:
+    """Whether each of several passes gives the bits of the model that stays on the device. Runs on every rank."""
+    device = (SpinningDevice if case.spin_copies else CudaDevice)(torch.device("cuda", 0))
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    mesh = Mesh.join(device, num_ranks, 60)
+    config = OffloadConfig.for_world(
+        STRATEGIES["dlo" if num_ranks > 1 else "layer_wise"], num_ranks, "auto", num_ranks,
+        resident_blocks=case.resident_blocks, shard_fraction=case.shard_fraction,
+    )  # fmt: skip
     try:
-        pipeline = Pipeline(num_blocks, spin_compute)
+        pipeline = Pipeline(case.num_blocks, case.spin_compute)
         plain = copy.deepcopy(pipeline.components["transformer"]).to(device.torch)
         streamed = pipeline.components["transformer"]
-        for block in streamed.blocks:
-            block.register_forward_hook(poison)  # before the offload's own hook
         backend = enable_offload(pipeline, config, device, mesh)
         inputs = [torch.randn(64, WIDTH, device=device.torch) for _ in range(PASSES)]
-        with torch.no_grad():
+        with torch.no_grad(), poisoned_after_use():
             outputs = [streamed(x) for x in inputs]
+        backend.verify()
+        with torch.no_grad():
             expected = [plain(x) for x in inputs]
         backend.shutdown()
         return [bool(torch.equal(a, b)) for a, b in zip(outputs, expected, strict=True)]
@@ -106,19 +118,46 @@ def equal_passes(strategy: str, dp_size: int, spin_copies: bool, spin_compute: b
         mesh.close()
 
 
+@contextmanager
+def poisoned_after_use() -> Iterator[None]:
+    """Slots are overwritten on the compute stream as soon as a block's forward has been issued."""
+    release = Streamer.release
+
+    def poison_and_release(self: Streamer, block: StreamBlock) -> None:
+        self._queue[0].buffer.fill_(0xFF)
+        release(self, block)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Streamer, "release", poison_and_release)
+        yield
+
+
+RESIDENCIES = {"streamed": {}, "resident": {"resident_blocks": 1, "shard_fraction": 0.5}}
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_case_07_slow_copies_give_equal_outputs(ranks: RankPool, num_ranks: int, num_blocks: int) -> None:  # noqa: F811
-    strategy = "dlo" if num_ranks > 1 else "layer_wise"
-    for passes in ranks(num_ranks).run(equal_passes, strategy, num_ranks, True, False, num_blocks):
+def test_case_07_slow_copies_give_equal_outputs(
+    ranks: RankPool,  # noqa: F811
+    num_ranks: int,
+    num_blocks: int,
+    residency: str,
+) -> None:
+    for passes in ranks(num_ranks).run(equal_passes, Case(num_blocks, spin_copies=True, **RESIDENCIES[residency])):
         assert passes == [True] * PASSES
 
 
+@pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_case_08_slow_compute_gives_equal_outputs(ranks: RankPool, num_ranks: int, num_blocks: int) -> None:  # noqa: F811
-    strategy = "dlo" if num_ranks > 1 else "layer_wise"
-    for passes in ranks(num_ranks).run(equal_passes, strategy, num_ranks, False, True, num_blocks):
+def test_case_08_slow_compute_gives_equal_outputs(
+    ranks: RankPool,  # noqa: F811
+    num_ranks: int,
+    num_blocks: int,
+    residency: str,
+) -> None:
+    for passes in ranks(num_ranks).run(equal_passes, Case(num_blocks, spin_compute=True, **RESIDENCIES[residency])):
         assert passes == [True] * PASSES
 
 
@@ -129,6 +168,8 @@ WAYS = {
     "dlo-2": ("nproc=2", "strategy=dlo"),
     "dlo-4": ("nproc=4", "strategy=dlo"),
     "dlo-4-pairs": ("nproc=4", "strategy=dlo", "dp_size=2"),
+    "layer_wise-resident": ("nproc=1", "strategy=layer_wise", "residency.blocks=3", "residency.shard_fraction=0.5"),
+    "dlo-2-resident": ("nproc=2", "strategy=dlo", "residency.blocks=3", "residency.shard_fraction=0.5"),
 }
 
 
@@ -177,7 +218,7 @@ def test_host_weights_are_pinned_to_the_byte(draw: Callable[..., dict]) -> None:
         assert rank["host_weight_bytes"] <= rank["pinned_bytes"] <= 1.01 * rank["host_weight_bytes"]
 
 
-@pytest.mark.parametrize("way", ["layer_wise", "dlo-2"])
+@pytest.mark.parametrize("way", ["layer_wise", "dlo-2", "layer_wise-resident", "dlo-2-resident"])
 def test_the_sanitizer_finds_no_race(draw: Callable[..., dict], way: str) -> None:
     report = draw("demo", way, TORCH_CUDA_SANITIZER="1")
     assert [image["sha256"] for image in report["images"]] == [
