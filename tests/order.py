@@ -334,7 +334,8 @@ class Recorder:
         """The bytes from a tensor's first element to its last."""
         if tensor.numel() == 0:
             return None
-        self.allocate(tensor, f"memory first used at {_line(_issuer())}", None)
+        if not self.knows(tensor):
+            self.allocate(tensor, f"memory first used at {_line(_issuer())}", None)
         buffer = self._find(tensor)
         assert buffer is not None
         start = tensor.data_ptr() - buffer.start

@@ -202,16 +202,17 @@ def poisoned_slots() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Gather:
-    """One all-gather that was issued, by what it fills."""
+    """One all-gather on the device's group, by what it fills."""
 
     dtype: torch.dtype
     address: int
     num_bytes: int
+    fills_slot: bool
 
 
 @contextmanager
 def recorded_gathers() -> Iterator[list[Gather]]:
-    """Every all-gather into a slot, while it works as ever."""
+    """Every all-gather on the device's group, while it works as ever."""
     gathers: list[Gather] = []
     slots: set[int] = set()
     make, gather = Slot.__init__, RankGroup.all_gather
@@ -221,8 +222,7 @@ def recorded_gathers() -> Iterator[list[Gather]]:
         slots.add(self.buffer.data_ptr())
 
     def recorded_gather(self: RankGroup, whole: torch.Tensor, part: torch.Tensor) -> None:
-        if whole.data_ptr() in slots:
-            gathers.append(Gather(whole.dtype, whole.data_ptr(), whole.nbytes))
+        gathers.append(Gather(whole.dtype, whole.data_ptr(), whole.nbytes, whole.data_ptr() in slots))
         gather(self, whole, part)
 
     with pytest.MonkeyPatch.context() as patch:

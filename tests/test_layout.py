@@ -1,4 +1,4 @@
-"""Layouts keep every byte, alias and stride; shards are equal and hold nothing twice; what cannot be packed is refused."""
+"""Layouts keep every byte, alias and stride; shards are equal and hold nothing twice; other tensors are refused."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def differing_passes(passes: Sequence[int]) -> int:
             for number in range(passes[(rank + round) % len(passes)]):
                 agree(model, plain, seed=100 * rank + number)
             backend.join_others()
-        return len(gathers)
+        return sum(gather.fills_slot for gather in gathers)
 
 
 @pytest.mark.parametrize("passes", [[3, 1, 0, 2], [0, 0, 0, 4], [0, 0, 0, 0], [1, 2, 1, 1]], ids=str)
@@ -99,7 +99,7 @@ def walk(name: str, rounds: Sequence[Sequence[int]], rotate: bool) -> list[int]:
         for number, visits in enumerate([*rounds[first:], *rounds[:first]]):
             agree(model, plain, seed=number, visits=visits)
         backend.join_others()
-        return [gather.num_bytes for gather in gathers]
+        return [gather.num_bytes for gather in gathers if gather.fills_slot]
 
 
 @pytest.mark.parametrize("rotate", [False, True], ids=["alike", "differently"])
@@ -135,7 +135,7 @@ def wander(num_rounds: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", ALONE_AND_TOGETHER)
 def test_random_walks_over_two_models(ranks: RankPool, num_ranks: int) -> None:
-    ranks(num_ranks).run(wander, 12)
+    ranks(num_ranks).run(wander, 8)
 
 
 def skip_on_rank_one() -> None:
@@ -149,7 +149,7 @@ def test_case_05_a_rank_that_skips_a_block_stays_in_step(ranks: RankPool) -> Non
 
 
 def alternate(orders: Sequence[Sequence[int]]) -> None:
-    with streaming("stack4", "uneven", "mixed") as (models, plains, backend, place):
+    with streaming("stack4", "uneven", "float8") as (models, plains, backend, place):
         for number, which in enumerate(orders[place.mesh.world.rank]):
             agree(models[which], plains[which], number)
         backend.join_others()

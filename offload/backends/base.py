@@ -15,7 +15,7 @@ from offload.config import OffloadConfig
 from offload.device import Device
 from offload.mesh import Mesh
 from offload.plan.topology import HeldTensor, held_tensors
-from offload.stream.binding import AwayTensor, place
+from offload.stream.binding import place
 from offload.stream.pace import Progress
 
 log = logging.getLogger(__name__)
@@ -138,8 +138,12 @@ class OffloadBackend(ABC):
         """
 
     def _place(self, held: Sequence[HeldTensor], module: nn.Module) -> None:
-        """Puts tensors of `module` on the device; the clean-up brings back whatever the module then holds there."""
+        """Puts tensors of `module` on the device; the clean-up brings back whatever then stands in their places."""
+        places = {holder.place for h in held for holder in h.holders}
         place(held, self.device)
-        self._cleanup.add(
-            lambda: place([h for h in held_tensors(module) if not isinstance(h.tensor, AwayTensor)], None)
-        )
+
+        def bring_back() -> None:
+            now = [h for h in held_tensors(module) if any(holder.place in places for holder in h.holders)]
+            place(now, None)
+
+        self._cleanup.add(bring_back)

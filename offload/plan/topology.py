@@ -24,6 +24,11 @@ class Holder:
     is_buffer: bool
 
     @property
+    def place(self) -> tuple[int, str]:
+        """Where that is, to compare with."""
+        return id(self.module), self.name
+
+    @property
     def registry(self) -> dict[str, Any]:
         return self.module._buffers if self.is_buffer else self.module._parameters
 

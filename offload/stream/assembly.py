@@ -57,7 +57,7 @@ class StreamedComponent:
         layouts, tag_bytes = list(self.layouts.values()), TAG_BYTES if num_shards > 1 else 0
         self._store = HostStore(memory, layouts, rank=rank, num_shards=num_shards, tag_bytes=tag_bytes)
         self.blocks = [
-            StreamBlock(name, layout, held, shard, shard.numel() - tag_bytes, device.torch)
+            StreamBlock(name, layout, held, shard, shard.numel() - tag_bytes, device)
             for (name, layout), held, shard in zip(self.layouts.items(), self._held, self._store.shards, strict=True)
         ]
         staying = [block for block, stays in zip(self.blocks, self._stays, strict=True) if stays]

@@ -150,6 +150,7 @@ class Binding:
         What someone put in the place of a tensor meanwhile stays there.
         """
         self._buffer = None
+        self._views.clear()
         for tensor, view in zip(self._tensors, plain_views(self._layout, whole), strict=True):
             tensor.data = view
         for registry, name, index in self._registries:

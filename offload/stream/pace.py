@@ -64,6 +64,7 @@ class Pace(ABC):
         block = self._streamer.block_in_use
         if block is not None:
             self.leave(block)
+            block.ring.visitor = None  # the component's own hook was passed by as well
 
     @abstractmethod
     def _reach(self, block: StreamBlock) -> None:
@@ -173,6 +174,7 @@ class LockstepPace(Pace):
         return Progress(self._streamer.num_fills, self._is_waiting, where)
 
     def _finish_pass(self) -> None:
+        self.settle()
         if self._ring is not None:
             self._skip_to(len(self._ring.blocks))
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from offload.device import Device
 from offload.errors import WeightAwayError
 from offload.plan.layout import Layout
 from offload.plan.topology import HeldTensor
@@ -41,14 +42,15 @@ class StreamBlock:
         held: Sequence[HeldTensor],
         shard: torch.Tensor,
         data_bytes: int,
-        device: torch.device,
+        device: Device,
     ) -> None:
         self.name = name
         self.layout = layout
         self.shard = shard
         self.data_bytes = data_bytes
         self.kept_shard = shard[:0]
-        self.binding = Binding(held, layout, device, self._lend)
+        self.binding = Binding(held, layout, device.torch, self._lend)
+        self._device = device
         self._loans: list[weakref.ref[torch.UntypedStorage]] = []
 
     @property
@@ -74,6 +76,7 @@ class StreamBlock:
         """
         visitor = self.ring.visitor
         if visitor is None and self.shard.numel() == self.layout.num_bytes:
+            self._device.synchronize()  # copies of these bytes may be on their way, and the borrower may write to them
             weight = self.binding.at_rest(number, self.shard)
             self._loans.append(weakref.ref(weight.untyped_storage()))
             return weight

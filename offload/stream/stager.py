@@ -131,6 +131,7 @@ class PinnedModuleStager:
         """Binds the modules to the master again and frees the device copy, behind the work that still reads it."""
         if not self.loaded:
             return
+        self._arrived.synchronize()  # from here on the host may write to the master
         self._rest()
         place(self._small_buffers(), None)
         self._phase = StagerPhase.MASTER

@@ -116,7 +116,7 @@ class AllGatherTransport(Transport):
         shard = block.shard[: block.data_bytes].to(self._device.torch)
         whole = self._device.empty(shard.numel() * self._group.size)
         self._group.all_gather(whole, shard)
-        return whole.cpu()
+        return torch.empty(whole.numel(), dtype=torch.uint8).copy_(whole)
 
     def restart(self, block: StreamBlock) -> None:
         self._staged.clear()
