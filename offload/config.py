@@ -55,7 +55,7 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def check_at_least(name: str, value: float | None, least: float) -> None:
-    if value is not None and value < least:
+    if value is not None and not value >= least:  # which is how NaN is refused too
         raise SettingsError(name, value, f"it must be at least {least}")
 
 
@@ -179,7 +179,8 @@ class Settings:
         strategy = STRATEGIES[self.strategy.name]
         if not strategy.streams and not self.residency.is_none:
             allowed = f"strategy={strategy.value} streams no blocks; use layer_wise or dlo"
-            raise SettingsError("residency", f"{self.residency.blocks}, {self.residency.shard_fraction}", allowed)
+            name = "blocks" if self.residency.blocks not in (0, ()) else "shard_fraction"
+            raise SettingsError(f"residency.{name}", getattr(self.residency, name), allowed)
         return OffloadConfig.for_world(
             strategy,
             self.dp_size,

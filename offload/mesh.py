@@ -28,6 +28,17 @@ _GRACE_SECONDS = 30.0
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+@contextmanager
+def _losing_peers() -> Iterator[None]:
+    """Tells a rank that is gone from a fault of this one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "by peer" in str(error):  # gloo: connection closed, or reset, by peer
+            raise PeerFailedError(f"another rank is gone: {error}") from error
+        raise
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """What torchrun's environment says of this process."""
@@ -60,20 +71,23 @@ class RankGroup:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64)
         theirs = torch.empty(self.size * len(numbers), dtype=torch.int64)
-        _all_gather(theirs, mine, group=self.group)
+        with _losing_peers():
+            _all_gather(theirs, mine, group=self.group)
         return theirs.view(self.size, -1).tolist()
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Fills `whole` with every rank's `part`, in rank order, on the current stream; both are contiguous."""
         assert self.group is not None, "one rank has nobody to gather from"
-        _all_gather(whole, part, group=self.group)
+        with _losing_peers():
+            _all_gather(whole, part, group=self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order, on every rank. CPU groups only."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with _losing_peers():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     @contextmanager

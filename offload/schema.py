@@ -67,9 +67,10 @@ def sentence_of(error: Exception) -> str:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return f"{cause.full_key} cannot be set: {suggest(str(cause.full_key))}."
     if isinstance(cause, ValidationError):
-        return f"{cause.full_key} cannot be used: {str(cause).splitlines()[0]}."
+        return f"{cause.full_key} cannot be used: {str(cause).splitlines()[0].rstrip('.')}."
     if isinstance(error, OverrideParseException):
-        return f"the override {error.override} cannot be read: {str(error).splitlines()[0]}."
+        why = str(error).splitlines()[0].rstrip(".")
+        return f"the override {error.override} cannot be read, it must be key=value: {why}."
     return str(error).splitlines()[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -121,3 +122,19 @@ def test_case_20_an_error_on_one_rank_is_named_once_and_ends_all(tmp_path: Path)
         "error: rank 1 failed: PictureError: picture 1 (1): ArithmeticError: told to fail (see "
     )
     assert "PeerFailedError: rank 1 of the shard group failed" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_all_with_one_line(tmp_path: Path, number: int, code: int) -> None:
+    marker = f"OFFLOAD_TEST_MARKER={tmp_path}"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", marker.partition("=")[0]: str(tmp_path)}
+    command = [sys.executable, str(ROOT / "launch.py"), "nproc=2", "num_inference_steps=1000", f"output_dir={tmp_path}"]
+    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "logs" / "rank1.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    running.send_signal(number)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == code
+    assert err == f"interrupted by {signal.Signals(number).name}\n"
+    assert processes_with(marker) == 0

@@ -85,7 +85,7 @@ def test_pipeline_arguments_keep_their_types() -> None:
         ("prompts=null", "prompts=null cannot be used: give at least one prompt."),
         ("prompts=[]", "prompts=[] cannot be used: give at least one prompt."),
         ("model=diffusers", "model.path=null cannot be used: model=diffusers needs the directory of a pipeline."),
-        ("model.path=/tmp", "model.path=/tmp cannot be used: model=demo has its own weights; use model=diffusers."),
+        ("model.path=/", "model.path=/ cannot be used: model=demo has its own weights; use model=diffusers."),
         ("+stratgy=dlo", "stratgy=dlo cannot be used: there is no such setting; the nearest is strategy."),
         ("+model.pat=x", "model.pat=x cannot be used: there is no such setting; the nearest is model.path."),
     ],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import uuid
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -16,11 +17,22 @@ from offload.pipelines import check_request, pipeline_class, requests_of, sketch
 from offload.plan.resolve import resolve_offload_plan
 from offload.runtime.worker import spawned_rank
 
+_SIGNALLED = 128  # a shell's exit code for a command that a signal ended, less the signal's number
+
 
 def launch(settings: Settings) -> None:
     """Checks all that can be checked without weights, runs the ranks, and exits with a code of their making."""
-    check(settings)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the rank that failed has spoken already
+    try:
+        check(settings)
+        _run_ranks(settings)
+    except (KeyboardInterrupt, SignalException) as interrupt:
+        number = interrupt.sigval if isinstance(interrupt, SignalException) else signal.SIGINT
+        print(f"interrupted by {signal.Signals(number).name}", file=sys.stderr)
+        sys.exit(_SIGNALLED + number)
+
+
+def _run_ranks(settings: Settings) -> None:
+    _quieten_torch()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -37,7 +49,17 @@ def launch(settings: Settings) -> None:
         elastic_launch(config, spawned_rank)(settings)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            ended_by = signal.Signals(-failure.exitcode).name
+            print(f"error: rank {failure.local_rank} was ended by {ended_by}", file=sys.stderr)
         sys.exit(USER_ERROR_EXIT_CODE if failure.exitcode == USER_ERROR_EXIT_CODE else 1)
+
+
+def _quieten_torch() -> None:
+    """The rank that failed has spoken already. Each of torch's loggers has a level of its own."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def check(settings: Settings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -58,6 +59,9 @@ def generate(context: RankContext) -> None:
         backend.shutdown()
 
 
+log = logging.getLogger(__name__)
+
+
 class _Painter:
     """Draws this rank's pictures, and takes part in the passes that other ranks still need."""
 
@@ -93,9 +97,15 @@ class _Painter:
         except PeerFailedError:
             raise
         except Exception as error:
-            self._backend.report_failure()
+            self._tell_others()
             what = f"picture {request.index} ({request.prompt}): {type(error).__name__}: {error}"
             raise PictureError(what) from error
+
+    def _tell_others(self) -> None:
+        try:
+            self._backend.report_failure()
+        except Exception:  # they are gone, or what failed was the way to them
+            log.exception("the other ranks could not be told")
 
     def _paint_one(self, request: PictureRequest, task: TaskID) -> ImageRecord:
         def on_step(step: int) -> None:
@@ -136,7 +146,9 @@ def _report(
         model=settings.model.path or settings.model.name,
         wall_seconds=time.perf_counter() - context.started,
         step_seconds=StepSeconds.of([seconds for _, steps, _ in gathered for seconds in steps]),
-        images=tuple(sorted((image for _, _, made in gathered for image in made), key=lambda image: image.file)),
+        images=tuple(
+            sorted((image for _, _, made in gathered for image in made), key=lambda image: int(Path(image.file).stem))
+        ),
         ranks=tuple(record for record, _, _ in gathered),
     )
     report.write(context.output_dir / "report.json")
