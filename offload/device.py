@@ -40,7 +40,10 @@ class Device(ABC):
 
     Attributes:
         torch: the `torch.device` that tensors are placed on.
+        gains_by_pinning: whether copies from page-locked host memory are faster, so that it is worth trying.
     """
+
+    gains_by_pinning = True
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
@@ -209,6 +212,8 @@ class CpuDevice(Device):
     Attributes:
         held_bytes: what `empty` handed out and is still in use.
     """
+
+    gains_by_pinning = False
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""launch.py with a fault: rank 1 dies, hangs or raises in the middle of its second step. The first argument says which."""
+"""launch.py with a fault: rank 1 dies, hangs or raises in its second step. The first argument says which."""
 
 from __future__ import annotations
 

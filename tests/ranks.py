@@ -34,7 +34,7 @@ from offload.stream.slots import Slot
 HOST = "127.0.0.1"
 LIMIT_SECONDS = 60.0
 PEER_LIMIT_SECONDS = 5.0
-"""How long a rank waits for another, before the grace that groups add: below a run's limit, so a hang shows where it was."""
+"""How long a rank waits for another, before the grace that groups add; in all it stays below the limit of a run."""
 
 
 class RanksError(AssertionError):

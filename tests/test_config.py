@@ -129,7 +129,7 @@ def test_contradictions_are_refused(
 
 def test_the_schema_refuses_wrong_types() -> None:
     for override in ("height=abc", "seed=null", "nproc=1.5", "strategy.pin_memory=maybe"):
-        with pytest.raises(Exception) as raised, initialize_config_dir(str(CONF), version_base="1.3"):  # noqa: B017, PT011
+        with pytest.raises(Exception) as raised, initialize_config_dir(str(CONF), version_base="1.3"):
             compose("config", overrides=[override])
         sentence = schema.sentence_of(raised.value)
         assert sentence.startswith(override.split("=")[0]) and "\n" not in sentence

@@ -82,12 +82,12 @@ def test_the_callback_sees_every_step_and_may_replace_the_latents(pipeline: Digi
 
 @pytest.mark.parametrize("prompt", ["a cat", "10", "", -1, 2.0, True, None, ["1", "x"], []])
 def test_a_prompt_that_is_no_digit_is_refused(pipeline: DigitsPipeline, prompt: object) -> None:
-    with pytest.raises(SettingsError, match="^prompts=.*the demo draws the digits 0 to 9"):
+    with pytest.raises(SettingsError, match=r"^prompts=.*the demo draws the digits 0 to 9"):
         pipeline(prompt)
 
 
 def test_an_unknown_output_type_is_refused(pipeline: DigitsPipeline) -> None:
-    with pytest.raises(SettingsError, match="^output_type=latent"):
+    with pytest.raises(SettingsError, match=r"^output_type=latent"):
         pipeline("1", output_type="latent")
 
 

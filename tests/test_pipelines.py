@@ -62,8 +62,16 @@ def labelled() -> DiTPipeline:
     """A pipeline that is asked for classes, by number or name, and reports no steps."""
     torch.manual_seed(0)
     transformer = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=1, sample_size=4,
-        patch_size=2, num_embeds_ada_norm=1000, norm_elementwise_affine=False)
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=1,
+        sample_size=4,
+        patch_size=2,
+        num_embeds_ada_norm=1000,
+        norm_elementwise_affine=False,
+    )
     vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4)
     # A DiT in training drops labels at random.
     pipeline = DiTPipeline(transformer.eval(), vae.eval(), DDIMScheduler(), id2label={3: "fox, red fox"})
@@ -93,7 +101,8 @@ def test_sketch_equals_the_opened_pipeline(case: tuple[ModelSettings, PictureReq
         sketched = sketch.components[name]
         assert type(sketched) is type(opened)
         assert [(key, each.shape, each.dtype, each.stride()) for key, each in tensors(sketched).items()] == [
-            (key, each.shape, each.dtype, each.stride()) for key, each in tensors(opened).items()]
+            (key, each.shape, each.dtype, each.stride()) for key, each in tensors(opened).items()
+        ]
         assert all(each.is_meta for each in tensors(sketched).values())
         assert all(each.device.type == "cpu" for each in tensors(opened).values())
         # Tied weights are tied in both.
@@ -144,10 +153,12 @@ def test_classes_are_asked_for_by_number_or_name(labelled: DiTPipeline) -> None:
 
 def test_opening_prints_nothing(tiny_flux: Path) -> None:
     """In a fresh process, where the libraries are imported too."""
-    script = ("import sys, offload.pipelines as p; from offload.config import ModelSettings;"
-              "assert not {'diffusers', 'transformers'} & set(sys.modules);"
-              "model = ModelSettings(name='diffusers', path=sys.argv[1]); p.sketch_pipeline(model);"
-              "p.make_picture(p.open_pipeline(model), p.PictureRequest(0, 'fox', 0, 1, 16, 16), int)")
+    script = (
+        "import sys, offload.pipelines as p; from offload.config import ModelSettings;"
+        "assert not {'diffusers', 'transformers'} & set(sys.modules);"
+        "model = ModelSettings(name='diffusers', path=sys.argv[1]); p.sketch_pipeline(model);"
+        "p.make_picture(p.open_pipeline(model), p.PictureRequest(0, 'fox', 0, 1, 16, 16), int)"
+    )
     done = subprocess.run([sys.executable, "-c", script, str(tiny_flux)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -165,14 +176,37 @@ def test_classes_are_known_without_weights(case: tuple[ModelSettings, PictureReq
     check_request(pipeline_class(model), request)
 
 
-@pytest.mark.parametrize(("pipeline", "request_", "start"), [
-    (DiTPipeline, replace(DIGIT, negative_prompt="8"), "negative_prompt=8 cannot be used: DiTPipeline takes no neg"),
-    (DiTPipeline, replace(DIGIT, height=64), "height=64 cannot be used: DiTPipeline takes no height, only guidance_sc"),
-    (FluxPipeline, replace(FLUX, extra={"num_frame": 5}), "pipeline_kwargs.num_frame=5 cannot be used: FluxPipeline t"),
-    (WanPipeline, replace(WAN, extra={"height": 5}), "pipeline_kwargs.height=5 cannot be used: it has a setting of it"),
-    (WanPipeline, replace(WAN, extra={"generator": 5}), "pipeline_kwargs.generator=5 cannot be used: it is the same"),
-    (torch.nn.Module, FLUX, "prompts=a red fox cannot be used: Module takes no prompt"),
-])
+@pytest.mark.parametrize(
+    ("pipeline", "request_", "start"),
+    [
+        (
+            DiTPipeline,
+            replace(DIGIT, negative_prompt="8"),
+            "negative_prompt=8 cannot be used: DiTPipeline takes no neg",
+        ),
+        (
+            DiTPipeline,
+            replace(DIGIT, height=64),
+            "height=64 cannot be used: DiTPipeline takes no height, only guidance_sc",
+        ),
+        (
+            FluxPipeline,
+            replace(FLUX, extra={"num_frame": 5}),
+            "pipeline_kwargs.num_frame=5 cannot be used: FluxPipeline t",
+        ),
+        (
+            WanPipeline,
+            replace(WAN, extra={"height": 5}),
+            "pipeline_kwargs.height=5 cannot be used: it has a setting of it",
+        ),
+        (
+            WanPipeline,
+            replace(WAN, extra={"generator": 5}),
+            "pipeline_kwargs.generator=5 cannot be used: it is the same",
+        ),
+        (torch.nn.Module, FLUX, "prompts=a red fox cannot be used: Module takes no prompt"),
+    ],
+)
 def test_what_a_call_does_not_take_is_refused(pipeline: type, request_: PictureRequest, start: str) -> None:
     with pytest.raises(SettingsError) as refused:
         check_request(pipeline, request_)
@@ -242,7 +276,7 @@ def test_a_variant_is_used_where_a_component_has_it(tiny_flux: Path, tmp_path: P
     root = shutil.copytree(tiny_flux, tmp_path / "flux")
     model = ModelSettings(name="diffusers", path=str(root), variant="bf16")
     for do in (open_pipeline, sketch_pipeline):
-        with pytest.raises(SettingsError, match="model.variant=bf16"):
+        with pytest.raises(SettingsError, match=r"model\.variant=bf16"):
             do(model)
     (root / "transformer" / TENSORS).rename(root / "transformer" / "diffusion_pytorch_model.bf16.safetensors")
     assert make_picture(open_pipeline(model), FLUX, no_step).frames

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "offload").rglob("*.py")) + [ROOT / "launch.py"]
+FILES = [*sorted((ROOT / "offload").rglob("*.py")), ROOT / "launch.py"]
 
 # Ground floor first. A module imports from its own floor or from those before it.
 FLOORS = (

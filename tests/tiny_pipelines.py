@@ -42,14 +42,30 @@ def save_tiny_flux(path: Path, *, num_double: int = 2, num_single: int = 3) -> P
     """A FLUX with a few double and single blocks; it draws from 16x16 pixels on."""
     torch.manual_seed(0)
     transformer = FluxTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=num_double, num_single_layers=num_single, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=TEXT_WIDTH, axes_dims_rope=(4, 4, 8),
-        guidance_embeds=True)
+        patch_size=1,
+        in_channels=16,
+        num_layers=num_double,
+        num_single_layers=num_single,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT_WIDTH,
+        pooled_projection_dim=TEXT_WIDTH,
+        axes_dims_rope=(4, 4, 8),
+        guidance_embeds=True,
+    )
     vae = AutoencoderKL(
-        block_out_channels=(8, 16), layers_per_block=1,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4, norm_num_groups=4, sample_size=32, use_quant_conv=False,
-        use_post_quant_conv=False, shift_factor=0.1, scaling_factor=0.4)
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=32,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.1,
+        scaling_factor=0.4,
+    )
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     pipeline = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
@@ -67,11 +83,26 @@ def save_tiny_wan(path: Path) -> Path:
     """A Wan with 3 blocks; it draws videos from 16x16 pixels and 5 frames on."""
     torch.manual_seed(0)
     transformer = WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
-        text_dim=TEXT_WIDTH, freq_dim=16, ffn_dim=32, num_layers=3, rope_max_seq_len=32)
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=TEXT_WIDTH,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=3,
+        rope_max_seq_len=32,
+    )
     vae = AutoencoderKLWan(
-        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
     t5 = t5_tokenizer()
     pipeline = WanPipeline(
         tokenizer=t5,
@@ -97,9 +128,17 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 def clip_config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
     return CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=TEXT_WIDTH, intermediate_size=32, projection_dim=TEXT_WIDTH,
-        num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=77, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=32,
+        projection_dim=TEXT_WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
 
 def t5_tokenizer() -> T5Tokenizer:
@@ -110,5 +149,11 @@ def t5_tokenizer() -> T5Tokenizer:
 
 def t5_config(config_class: type[AnyT5Config], tokenizer: T5Tokenizer) -> AnyT5Config:
     return config_class(
-        vocab_size=len(tokenizer), d_model=TEXT_WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-        feed_forward_proj="gated-gelu")
+        vocab_size=len(tokenizer),
+        d_model=TEXT_WIDTH,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+    )

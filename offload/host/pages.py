@@ -57,7 +57,7 @@ class HostMemory:
 
     def __init__(self, device: Device, pin: bool) -> None:
         self._device = device
-        self._pins = pin and device.torch.type != "cpu"
+        self._pins = pin and device.gains_by_pinning
         self._pages: list[HostPages] = []
 
     def allocate(self, num_bytes: int) -> HostPages:
