@@ -44,7 +44,12 @@ class DistributedLayerwiseOffloadHook:
         binding = self._block.binding
         output, num_returned = binding.without_views(output)
         num_kept = binding.num_views_kept() - num_returned
+        written = binding.first_written()
         self._pace.leave(self._block)
+        if written and output is not None:
+            raise WeightAwayError(
+                f"{written} was written to by forward, which does not last; disable the offload first"
+            )
         if num_kept > 0 and output is not None:
             raise WeightAwayError(
                 f"{self._block.name} kept a view of a weight after its forward, when the next block takes its place; "

@@ -20,3 +20,17 @@ def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def blockless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_blockless(tmp_path_factory.mktemp("pipelines") / "blockless")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Lists every record and wait of the streaming path, and whether leaving it out was noticed."""
+    verdicts = {"passed": "caught", "failed": "NOT CAUGHT"}
+    rows = [
+        f"{verdict}  {report.nodeid.partition('[')[2].rstrip(']')}"
+        for outcome, verdict in verdicts.items()
+        for report in terminalreporter.getreports(outcome)
+        if "test_leaving_it_out_is_noticed" in report.nodeid and report.when == "call"
+    ]
+    if rows:
+        terminalreporter.section("mutation proof")
+        terminalreporter.write_line("\n".join(rows))

@@ -15,6 +15,7 @@ from torch import nn
 from offload.backends import enable_offload
 from offload.config import OffloadConfig, OffloadStrategy
 from offload.device import CpuDevice, PinningUnavailable
+from offload.errors import WeightAwayError
 from offload.host.pages import HostMemory, HostPages
 from tests.models import Pipeline, TextEncoder, Vae, build, differing, inputs, make, same
 
@@ -228,3 +229,34 @@ def pass_seconds(model: nn.Module, x: torch.Tensor) -> float:
         return time.perf_counter() - started
 
     return min(statistics.median(once() for _ in range(20)) for _ in range(3))
+
+
+class Writer(nn.Module):
+    """Changes a weight in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.mul_(2)
+        return x * self.weight
+
+
+@torch.no_grad()
+def test_a_forward_that_writes_to_a_streamed_weight_is_refused_by_name() -> None:
+    row = Row()
+    row.blocks = nn.ModuleList([Writer(), Writer()])
+    enable_offload(Pipeline(transformer=row), STREAMING, CpuDevice())
+    with pytest.raises(WeightAwayError, match=r"transformer\.blocks\.0\.weight was written to by forward"):
+        row(torch.ones(4))
+
+
+@torch.no_grad()
+def test_a_reference_from_before_never_reads_another_blocks_bytes() -> None:
+    pipeline = pipeline_of()
+    kept = [block.linear.weight for block in pipeline.transformer.blocks]
+    enable_offload(pipeline, STREAMING, CpuDevice())
+    pipeline.transformer(inputs(1)[0])
+    for weight in kept:
+        assert weight.isnan().all() and weight.shape == (16, 16)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,7 @@ class Scenario:
         options: of the offload config, beside the strategy and what follows from the number of ranks.
         fails: in some passes a block raises.
         alone: the pipeline has no other components.
+        lends: the host writes to weights at rest between requests.
     """
 
     strategy: str
@@ -52,10 +53,11 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
     fails: bool = False
     alone: bool = False
+    lends: bool = False
 
     def __str__(self) -> str:
         options = [f"{name}={value}" for name, value in self.options.items()]
-        flags = [name for name in ("fails", "alone") if getattr(self, name)]
+        flags = [name for name in ("fails", "alone", "lends") if getattr(self, name)]
         parts = [self.strategy, str(self.num_ranks), "+".join(self.models), self.walk, *options, *flags]
         return "-".join(part for part in parts if part)
 
@@ -85,7 +87,9 @@ def _matrix() -> list[Scenario]:
     return scenarios
 
 
-SCENARIOS = _matrix()
+BORROWING = Scenario("layer_wise", 1, ("bare",), lends=True)
+STAGING = Scenario("stager", 1, ("stack2",))
+SCENARIOS = [*_matrix(), BORROWING, STAGING]
 
 
 class BareDenoiser(nn.Module):
@@ -112,6 +116,8 @@ def denoiser(name: str) -> Any:
 
 def record(scenario: Scenario) -> Trace:
     """What this rank's device is told in a scenario: requests, plain weights again, and requests until the end."""
+    if scenario == STAGING:
+        return record_stager(scenario)
     device = RecordingDevice()
     config = OffloadConfig.for_world(
         STRATEGIES[scenario.strategy], None, "auto", scenario.num_ranks, **scenario.options
@@ -129,6 +135,8 @@ def record(scenario: Scenario) -> Trace:
                     next(iter(denoisers.values())).blocks[0](inputs(1)[0])  # a visit before any turn
                 for request in range(num_requests):
                     compute(scenario, pipeline, list(denoisers.values()), mesh.world.rank + request)
+                    if scenario.lends:
+                        change_lent_weights(denoisers.values())
                 backend.join_others()
                 end(backend)
                 change_plain_weights(pipeline)
@@ -171,6 +179,25 @@ def change_plain_weights(pipeline: Any) -> None:
         for tensor in tensors_of(component).values():
             if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_floating_point():
                 tensor.mul_(1.0)
+
+
+def change_lent_weights(models: Iterable[Any]) -> None:
+    """Writes to weights where they rest, right behind a request whose copies may still be on their way."""
+    for model in models:
+        for block in model.blocks:
+            block.linear.weight.detach().mul_(1.0)
+
+
+def record_stager(scenario: Scenario) -> Trace:
+    """A stager by itself: its master is the host's again as soon as the module has left the device."""
+    device, module = RecordingDevice(), denoiser(scenario.models[0])
+    with device.recording() as trace, torch.no_grad():
+        stager = PinnedModuleStager(module, device, pin_memory=False)
+        for _ in range(2):
+            stager.load()
+            stager.offload()
+            change_plain_weights(Pipeline(module=module))
+    return trace
 
 
 def record_on_all(ranks: RankPool, scenario: Scenario) -> list[Trace]:

@@ -93,7 +93,8 @@ class Binding:
         self._buffer: torch.Tensor | None = None
         with torch.inference_mode(False):
             self._away: list[torch.Tensor] = [AwayTensor(h, device, partial(lend, i)) for i, h in enumerate(self._held)]
-            self._nothing = [torch.empty(0, dtype=t.dtype, device=device) for t in self._tensors]
+            self._nothing = [_nothing_like(t, device) for t in self._tensors]
+            self._versions = [tensor._version for tensor in self._tensors]
 
     def bind(self, buffer: torch.Tensor) -> None:
         """Makes the tensors look at `buffer` (uint8, at least the layout's bytes). Views of a buffer are made once."""
@@ -103,6 +104,12 @@ class Binding:
         self._bind_to(views)
         self._buffer = buffer
         self._num_users = _num_users(self._tensors)
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def first_written(self) -> str | None:
+        """The name of a tensor that was written to since it was bound; what was written leaves with the slot."""
+        pairs = zip(self._tensors, self._versions, strict=True)
+        return next((self.name(i) for i, (tensor, version) in enumerate(pairs) if tensor._version != version), None)
 
     def _bind_to(self, views: list[torch.Tensor]) -> None:
         for registry, name, index in self._registries:
@@ -202,3 +209,10 @@ def place(held: Sequence[HeldTensor], device: Device | None) -> None:
 def _num_users(tensors: Sequence[torch.Tensor]) -> int:
     """How many tensors look at the storage that these share."""
     return torch._C._storage_Use_Count(tensors[0].untyped_storage()._cdata) if tensors else 0
+
+
+def _nothing_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What a tensor looks at while it is away: one NaN for all elements, which a reference kept from before meets."""
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    filler = torch.full((1,), float("nan") if is_float else 0.0, device=device).to(tensor.dtype)
+    return filler.expand(tensor.numel()).view(tensor.shape)
