@@ -5,8 +5,8 @@ A tensor that travels has two states, and its holders (the `_parameters` and `_b
 - *bound*: holders point at the tensor that the model was built with, whose data is a view of a slot or of a buffer.
 - *away*: holders point at an `AwayTensor`, which has the same shape, dtype, strides and the compute device, but no
   bytes. Whoever computes with it meanwhile gets the weight from its lender, or an error that names it: never other
-  bytes. The original tensor itself is empty meanwhile, so a reference kept from outside cannot read what the slot holds
-  next.
+  bytes. The original tensor itself is one NaN meanwhile, so a reference kept from outside cannot read what the slot
+  holds next.
 """
 
 from __future__ import annotations
