@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pipeline() -> DigitsPipeline:
-    pipeline = DigitsPipeline.from_pretrained(DEMO_WEIGHTS, torch_dtype=torch.float32)
+    pipeline = DigitsPipeline.from_pretrained(DEMO_WEIGHTS, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -99,4 +99,4 @@ def test_the_shipped_weights_are_small_and_hold_no_code(pipeline: DigitsPipeline
     assert type(pipeline.transformer) is DiTTransformer2DModel
     blocks = len(pipeline.transformer.transformer_blocks)
     assert blocks >= 9 and blocks % 2 == 1
-    assert DigitsPipeline.from_pretrained(DEMO_WEIGHTS, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert DigitsPipeline.from_pretrained(DEMO_WEIGHTS, dtype=torch.bfloat16).dtype == torch.bfloat16

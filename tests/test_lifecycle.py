@@ -15,7 +15,7 @@ from torch import nn
 from offload.backends import enable_offload
 from offload.config import OffloadConfig, OffloadStrategy
 from offload.device import CpuDevice, PinningUnavailable
-from offload.errors import WeightAwayError
+from offload.errors import PlanError, WeightAwayError
 from offload.host.pages import HostMemory, HostPages
 from tests.models import Pipeline, TextEncoder, Vae, build, differing, inputs, make, same
 
@@ -260,3 +260,23 @@ def test_a_reference_from_before_never_reads_another_blocks_bytes() -> None:
     pipeline.transformer(inputs(1)[0])
     for weight in kept:
         assert weight.isnan().all() and weight.shape == (16, 16)
+
+
+@pytest.mark.parametrize("name", ["model_level", "layer_wise"])
+def test_components_that_share_a_weight_are_refused_by_name(name: str) -> None:
+    pipeline = pipeline_of()
+    pipeline.vae.register_parameter("borrowed", pipeline.transformer.head.weight)
+    with pytest.raises(PlanError, match=r"vae\.borrowed is the same tensor as transformer\.head\.weight"):
+        enable_offload(pipeline, CONFIGS[name], CpuDevice())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_a_component_with_two_names_is_one_component(name: str) -> None:
+    pipeline = pipeline_of()
+    pipeline.components["dit"] = pipeline.transformer
+    backend = enable_offload(pipeline, CONFIGS[name], CpuDevice())
+    assert same(pipeline.transformer(inputs(1)[0]), build("stack3")(inputs(1)[0]))
+    backend.disable()
+    del pipeline.components["dit"]
+    assert_untouched(pipeline)

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from offload.config import OffloadConfig
+from offload.config import OffloadConfig, OffloadStrategy
 from offload.errors import PlanError
 from offload.plan.layout import Layout
 from offload.plan.residency import resident_indices
-from offload.plan.topology import Split, split_component
+from offload.plan.topology import Split, held_tensors, split_component
 
 _DIT_NAMES = ("transformer", "dit", "unet")
 _ENCODER_NAMES = ("text_encoder", "image_encoder")
@@ -103,6 +103,7 @@ def resolve_offload_plan(pipeline: Any, config: OffloadConfig) -> ResolvedOffloa
         roles[role].append(ResolvedComponent(path, module, bool(stacks) if streams else role != "resident", stacks))
     plan = ResolvedOffloadPlan(*(tuple(found) for found in roles.values()))
     _require_something_to_do(pipeline, plan, config)
+    _require_separate(plan, config)
     return plan
 
 
@@ -113,9 +114,13 @@ def plan_digest(config: OffloadConfig, layouts: Mapping[str, Layout]) -> str:
 
 
 def _components(pipeline: Any) -> dict[str, nn.Module]:
+    """The pipeline's modules by name; one that has two names counts under the first."""
     declared = getattr(pipeline, "components", None)
     found = declared.items() if isinstance(declared, Mapping) else pipeline.named_children()
-    return {name: module for name, module in found if isinstance(module, nn.Module)}
+    by_identity = {
+        id(module): (name, module) for name, module in reversed(list(found)) if isinstance(module, nn.Module)
+    }
+    return dict(reversed(by_identity.values()))
 
 
 def _role(path: str) -> str:
@@ -149,6 +154,18 @@ def _outermost_lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, n
             yield child_path, child
         else:
             yield from _outermost_lists(child, child_path)
+
+
+def _require_separate(plan: ResolvedOffloadPlan, config: OffloadConfig) -> None:
+    """Components come and go by themselves, so a weight can belong to one of them only."""
+    owners: dict[int, str] = {}
+    for component in plan.components if config.strategy is not OffloadStrategy.NONE else ():
+        for held in held_tensors(component.module, component.path):
+            first = owners.setdefault(id(held.tensor), held.name)
+            if first != held.name:
+                raise PlanError(
+                    f"{held.name} is the same tensor as {first}; components that share weights need strategy=none"
+                )
 
 
 def _require_something_to_do(pipeline: Any, plan: ResolvedOffloadPlan, config: OffloadConfig) -> None:

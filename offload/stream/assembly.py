@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from offload.config import OffloadConfig
 from offload.device import Device
 from offload.host.pages import HostMemory
@@ -86,6 +88,7 @@ class StreamedComponent:
         """Gives the model plain host tensors again, as far as they were taken."""
         for block in self.blocks[: self._num_taken]:
             block.binding.release(transport.collect(block))
+            block.shard = block.kept_shard = torch.empty(0, dtype=torch.uint8)
 
     @property
     def host_bytes(self) -> int:
