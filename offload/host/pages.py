@@ -76,10 +76,6 @@ class HostMemory:
             log.warning("host weights stay pageable, copies will be slower: %s", reason)
 
     @property
-    def num_bytes(self) -> int:
-        return sum(pages.tensor.numel() for pages in self._pages)
-
-    @property
     def pinned_bytes(self) -> int:
         return sum(pages.num_bytes for pages in self._pages if pages.state is PageState.PINNED)
 

@@ -40,10 +40,6 @@ class HostStore:
         """Pins the pages, after the last `fill`: by now they hold the weights, so nothing is touched twice."""
         self._memory.pin(self._pages)
 
-    def close(self) -> None:
-        """Drops the shards. The pages themselves belong to the memory that gave them."""
-        self.shards = ()
-
 
 def copy_range(layout: Layout, storages: Sequence[torch.UntypedStorage], start: int, out: torch.Tensor) -> None:
     """Fills `out` (uint8) with the layout's bytes from `start` on; bytes of no region become zero."""

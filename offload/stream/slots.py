@@ -67,10 +67,6 @@ class Slots:
         self._slots = tuple(Slot(device, num_bytes) for _ in range(NUM_SLOTS))
         self.num_fills = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(slot.buffer.numel() for slot in self._slots)
-
     def next_free(self) -> Slot | None:
         """The slot whose turn it is, or None while a block still occupies it."""
         slot = self._slots[self.num_fills % NUM_SLOTS]

@@ -52,10 +52,6 @@ class StagingRing:
         self._spans: deque[Span] = deque()
         self._head = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return self._buffer.numel()
-
     def reserve(self, num_bytes: int, copy_stream: object) -> Span | None:
         """A span for the next shard, or None while shards that still wait for their all-gather lie there.
 
