@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from offload.errors import PeerFailedError, RankMismatchError
 
 _GRACE_SECONDS = 30.0
 """Groups give up later than the watchdog, which can say more."""
+
+_SECONDS_FOR_THREADS = 0.25
 
 # PyTorch 2.13 renamed it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -190,6 +193,9 @@ class Mesh:
         """Leaves the groups. Every exit path calls this: a process that ends inside its groups can abort."""
         if dist.is_initialized():
             dist.destroy_process_group()
+            # gloo's threads let go of the last collective's tensors a moment later and need the interpreter for it. One
+            # that is being torn down ends such a thread, and that aborts the process.
+            time.sleep(_SECONDS_FOR_THREADS)
 
 
 def _subgroup(info: RankInfo, size: int, backend: str, timeout: timedelta) -> RankGroup:

@@ -32,6 +32,8 @@ from offload.mesh import Mesh, RankGroup
 from offload.stream.slots import Slot
 
 HOST = "127.0.0.1"
+# The store looks up its peers' names, for its log; where a name server is slow that takes five seconds each.
+QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
 LIMIT_SECONDS = 60.0
 PEER_LIMIT_SECONDS = 5.0
 """How long a rank waits for another, before the grace that groups add; in all it stays below the limit of a run."""
@@ -235,8 +237,8 @@ def recorded_gathers() -> Iterator[list[Gather]]:
 def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     with pytest.MonkeyPatch.context() as patch:
-        # The store looks up its peers' names, for its log; where a name server is slow that takes five seconds each.
-        patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+        for name, value in QUICK_NAMES.items():
+            patch.setenv(name, value)
         yield pool
     pool.close()
 

@@ -19,7 +19,7 @@ from offload.errors import RankMismatchError
 from offload.stream.ring import StreamBlock
 from offload.stream.transport import AllGatherTransport
 from tests.models import Pipeline, build, inputs
-from tests.ranks import RankPool, joined, ranks  # noqa: F401 - a fixture
+from tests.ranks import QUICK_NAMES, RankPool, joined, ranks  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,6 +85,7 @@ def launch_faulty(fault: str, directory: Path, *overrides: str) -> Ended:
     marker = f"OFFLOAD_TEST_MARKER={directory}"
     environment = {
         **os.environ,
+        **QUICK_NAMES,
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": str(ROOT),
         marker.partition("=")[0]: str(directory),
@@ -127,7 +128,7 @@ def test_case_20_an_error_on_one_rank_is_named_once_and_ends_all(tmp_path: Path)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_ends_all_with_one_line(tmp_path: Path, number: int, code: int) -> None:
     marker = f"OFFLOAD_TEST_MARKER={tmp_path}"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", marker.partition("=")[0]: str(tmp_path)}
+    environment = {**os.environ, **QUICK_NAMES, "CUDA_VISIBLE_DEVICES": "", marker.partition("=")[0]: str(tmp_path)}
     command = [sys.executable, str(ROOT / "launch.py"), "nproc=2", "num_inference_steps=1000", f"output_dir={tmp_path}"]
     running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     deadline = time.monotonic() + 60

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.ranks import QUICK_NAMES
+
 ROOT = Path(__file__).parent.parent
 PYTHON_WAY = [sys.executable, str(ROOT / "launch.py")]
 REFUSAL_SECONDS = 15
@@ -37,10 +39,10 @@ class Ended:
 
 
 def run(command: list[str], *overrides: str, cwd: Path) -> Ended:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160"}
+    environment = {**os.environ, **QUICK_NAMES, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160"}
     started = time.monotonic()
     done = subprocess.run(
-        [*command, *overrides], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+        [*command, *overrides], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
 
